@@ -152,10 +152,9 @@ class Scanner(threading.Thread):
     # ---- on the broker's thread ------------------------------------------------------------
 
     def request_scan(self) -> int:
-        """Requests a scan, unless the last scan is fresh.
+        """Requests a scan of the models, unless the last scan ended only a moment ago.
 
-        Returns the number of the scan to wait for. This scan is complete once `done` has reached
-        the number.
+        Returns the number of a scan. The request is fulfilled once `done` has reached this number.
         """
         with self._changed:
             idle = self._begun == self._done
@@ -442,9 +441,9 @@ class Catalogue(Closing):
             self._perform(self._events.popleft(), now)
 
     def answer_waiting(self, now: float) -> None:
-        """Calls the callbacks whose scan is done or whose time is over.
+        """Calls the callbacks of `after_scan` whose scan is done or whose time is over.
 
-        Before that the core gets the results of these scans.
+        Before the calls, the results of the finished scans are passed to the core.
         """
         if not self._waiting:
             return

@@ -135,10 +135,10 @@ class Figures:
         self.queue.observe(now - request.accepted_at)
 
     def tokens_came(self, request: Request, now: float) -> None:
-        """Records the intervals between new ids of a run.
+        """Records the intervals between new token ids of a run.
 
-        The ids may come from several steps that are read together. These steps have one time, so
-        each of their ids gets an equal part of the interval before them.
+        The ids of several decode steps may come together, at one time. The interval since the ids
+        before them is then divided equally among them.
         """
         run = request.run
         count = len(run.ids) // ID_WIDTH - run.measured_ids

@@ -114,7 +114,10 @@ class Body(Struct, frozen=True):
 
 
 def _or_empty(schema: Schema) -> Schema:
-    """Returns a schema that also takes the empty values of its types, which count as absent."""
+    """Returns a schema that also allows the empty value of each of its types.
+
+    An empty value counts as an absent field.
+    """
     takes_all = schema.get("type") == "object" and "required" not in schema
     if takes_all or not set(schema) - {"description", "type", "items", "maxItems", "maxLength"}:
         return schema
@@ -225,7 +228,7 @@ def choice(
 def integer(body: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
     """Returns an integer from `low` to `high`, both inclusive, or None if absent. Raises HttpError.
 
-    Without `high` the bound depends on the model.
+    Without `high` this function checks no upper bound, because the bound depends on the model.
     """
     value = body.get(name)
     if value is None:

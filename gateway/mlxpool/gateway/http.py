@@ -83,7 +83,10 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": data})
 
     def identified(self, error: HttpError) -> HttpError:
-        """Returns the error, with the request's id if it had no id; records the error's code."""
+        """Gives an error the id of the request, if it has no id, and returns it.
+
+        Records the error's code.
+        """
         error.request_id = error.request_id or self.exchange.id
         self.exchange.failure = error.code
         return error
@@ -206,9 +209,10 @@ def _check_size(size: int, max_bytes: int) -> None:
 
 
 async def serve_others() -> None:
-    """Lets other tasks of the event loop run for some iterations: a request takes several.
+    """Lets other tasks of the event loop run for TURNS iterations.
 
-    Long work calls this function between its slices. Without other tasks it takes microseconds.
+    A single iteration would not do, because a request needs several. Long work calls this function
+    between its slices. If there are no other tasks, it takes microseconds.
     """
     for _ in range(TURNS):
         await asyncio.sleep(0)

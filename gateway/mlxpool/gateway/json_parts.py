@@ -136,10 +136,10 @@ class _Reader:
         return None
 
     def _run(self, place: int, brackets: str) -> tuple[Any, int] | None:
-        """Reads the list items or members up to a comma (a run), in one call of the decoder.
+        """Reads list items or members (a run) in one call of the decoder, up to a comma.
 
-        The comma is one of the last in the next PART characters. Returns the values, and the
-        position after the comma. Returns None if there is no comma that ends a value.
+        The comma is chosen among the last commas of the next PART characters. Returns the values,
+        and the position after the comma. Returns None if no such comma ends a value.
         """
         if place - self._tried_from >= PART:
             self._tried_from, self._no_runs = place, 0

@@ -225,8 +225,8 @@ class Pools:
         That pool becomes the pool of the request. All pools are asked concurrently, so that a slow
         pool does not delay the answer. Raises the error of `ask` (UnknownJob, Gone, JobsOff) if no
         pool keeps the object, and BrokerLost if a pool that does not answer may keep it.
-        `despite_silent`: raises UnknownJob instead if at least one pool that keeps jobs answers, as
-        for a key under which a job is then submitted.
+        `despite_silent`: UnknownJob is raised in place of this BrokerLost if at least one pool that
+        keeps jobs answers; a caller uses it to look for a job that it submits if there is none.
         """
         if len(self.pools) == 1:
             return await ask(self.pools[0].client)
@@ -299,7 +299,10 @@ def _best(pools: Sequence[Pool], name: str, key: str = "") -> Pool | None:
 
 
 def _rank(pool: Pool, key: str) -> bytes:
-    """Ranks a pool for a key: each key has its own order of pools, equal in all gateways."""
+    """Returns the key by which pools are sorted if a request has a `key`.
+
+    Each `key` sorts the pools in its own order, which is the same in all gateways.
+    """
     return hashlib.sha256(f"{pool.endpoint}\n{key}".encode("utf-8", "replace")).digest()
 
 

@@ -76,7 +76,10 @@ class EventNumbers:
             )
 
     def skip(self, count: int) -> None:
-        """Skips the numbers of the job's errors, which only an earlier response has as events."""
+        """Skips `count` numbers, which only an earlier response has used.
+
+        It used them for events about errors of the job.
+        """
         self._number += count
 
     def of_events(self, data: bytes) -> bytes:

@@ -49,7 +49,7 @@ class StopWorker(Struct, frozen=True):
 
 
 class ForgetLink(Struct, frozen=True):
-    """Forgets the link of a connection: its next frame makes a new link."""
+    """Forgets a link. The next frame from the same connection then creates a new link."""
 
     link: int
 

@@ -66,9 +66,9 @@ class Admission(Struct, eq=False):
             self._refuse(live, event, error, now)
 
     def _may_send_again(self, known: Request | Tombstone, event: ev.ClientGenerate) -> bool:
-        """Returns whether an event is a valid later attempt of a known request.
+        """Returns whether a `generate` with a known id is a valid later attempt of that request.
 
-        If it is not, answers the client.
+        If it is not, this method answers the client.
         """
         ended = isinstance(known, Tombstone)
         if (known.owner, known.digest) != (event.owner, event.digest):
@@ -317,9 +317,10 @@ def _check_ids(run: Run, ids: bytes) -> None:
 
 
 def _bound_factor(message: Generate) -> int:
-    """Returns the factor by which the bounds of a queue are raised for a message.
+    """Returns the factor by which the bounds of a model's queue are raised for this message.
 
-    The factor is above 1 for a retry of a stream that was accepted before.
+    The factor is above 1 for a message that continues a stream, because the pool has already
+    accepted that stream.
     """
     return RESUME_FACTOR if message.resume_ids else 1
 

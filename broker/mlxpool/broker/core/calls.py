@@ -255,10 +255,10 @@ class Calls(Struct, eq=False):
         return [call for call in calls if call.message.computes]
 
     def worker_lost(self, worker: Worker, cause: str, shares: Mapping[bytes, float]) -> None:
-        """Queues the calls of a lost worker again.
+        """Queues the calls of a lost worker again, or fails them.
 
-        A call fails if it is to blame for the loss, or if too many workers were lost with it.
-        `shares`: the blame of each call for the loss, by call id, see blame.py.
+        A call fails if it is to blame for the loss, or if too many workers were lost while they had
+        this call. `shares`: the blame of each call for the loss, by call id, see blame.py.
         """
         model = self._state.model_of_worker(worker)
         lost = sorted((self._state.calls[id] for id in worker.calls), key=lambda c: c.accepted_at)

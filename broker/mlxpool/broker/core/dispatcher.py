@@ -129,9 +129,10 @@ class Dispatcher(Struct, eq=False):
         return [worker for worker in workers if worker is not reserved]
 
     def _fail_incompatible(self, model: Model, now: float) -> None:
-        """Fails streams that began with other weights than the model's, so that they cannot resume.
+        """Fails the waiting streams that began with other weights than all ready workers have.
 
-        Each stream is compared with the ready workers only once, because thousands may wait.
+        No ready worker can resume them. Thousands of streams may wait, so each is compared only
+        once with the same ready workers.
         """
         if not model.queue.begun or not model.stable:
             return
@@ -144,9 +145,10 @@ class Dispatcher(Struct, eq=False):
             self._bulk.end_some(now)
 
     def _still_incompatible(self, model: Model, request: Request) -> bool:
-        """Returns whether a stream still has to fail, because no ready worker can resume it.
+        """Returns whether a stream still has to fail: no ready worker can resume it.
 
-        The check is made when the stream's turn to fail comes.
+        Called just before the stream would fail, because the workers may have changed since the
+        first check.
         """
         if not model.stable:
             model.queue.forget_checks()  # the decision waits for the next ready worker
@@ -195,9 +197,10 @@ def _is_kept_from(owner: str, model: Model, workers: list[Worker], now: float) -
 
 
 def _keeps_worker_free(model: Model, now: float) -> bool:
-    """Returns whether a request needs a worker with few or no requests, and waits for it.
+    """Returns whether a charged request (blamed for a lost worker) waits for a nearly free worker.
 
-    Such a request is charged: it is blamed for a lost worker.
+    A charged request may run only in a small batch. So other requests must leave a worker free for
+    it.
     """
     if not model.queue.charged:
         return False
@@ -257,10 +260,10 @@ def _choose(
 
 
 def _behind_bound(model: Model, workers: Sequence[Worker]) -> tuple[Request, Worker] | None:
-    """Returns the first request that a worker can take now, if the requests before it must wait.
+    """Returns the first request that a worker can take now, and the worker; None if there is none.
 
-    One of several choices waits for the worker that runs the other choices. A stream waits for a
-    worker with the weights that it began with.
+    Used if the requests before it must wait. One of several choices waits for the worker that runs
+    the other choices. A stream waits for a worker with the weights that it began with.
     """
     if not any(worker.credit() for worker in workers):
         return None

@@ -29,9 +29,10 @@ class Bulk(Struct, eq=False):
     """A set of streams and calls that end for one reason, a few in each event.
 
     `newest`: the number of the newest request when the set was made. A later request with an id of
-    the set does not end. `ends` and `ends_call` decide just before a stream or call would end,
-    because its id may belong to another client by then. `error` returns the error for each stream
-    or call; if it is None, they are cancelled. `then` is called after the last stream or call.
+    the set does not end. `ends` and `ends_call` are asked just before a stream or call would end
+    whether it has to end, because its id may belong to another client by then. `error` returns the
+    error for a stream or call; if `error` is None, all are cancelled. `then` is called after the
+    last stream or call.
     """
 
     streams: deque[bytes]
@@ -78,9 +79,9 @@ class BulkEndings:
         error: Callable[[Request | Call], PoolError] | None = None,
         then: Callable[[float], None] = lambda now: None,
     ) -> None:
-        """Ends these streams and calls, given by id, from the next `Wake` on; see Bulk.
+        """Plans the end of streams and calls, given by their ids; see Bulk.
 
-        Streams in workers come first, calls last.
+        They end from the next `Wake` on: first the streams that workers run, last the calls.
         """
         running = (request.id for request in self.running(streams) if ends(request))
         work, newest = deque(chain(running, streams)), self._state.last_arrival

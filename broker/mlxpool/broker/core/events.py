@@ -54,9 +54,9 @@ class StartJob(Event, Struct, frozen=True):
     """The job manager starts the run of a job, whose output goes to JOBS_LINK.
 
     `message` is a call, or a `generate` with the stored ids, the deadline and the flow-control
-    window. `charge` is the job's blame for lost workers, see blame.py. `alone`: the job may have
-    ended the broker. Then no other job of the model is started while it runs, and a call is
-    computed in a batch of its own. `idle`: it has the priority of idle jobs.
+    window. `charge` is the job's blame for lost workers, see blame.py. `alone`: the broker may have
+    crashed because of this job. So no other job of the model is started while it runs, and a call
+    is computed in a batch of its own. `idle`: the job has the priority `idle`.
     """
 
     id: bytes
@@ -137,7 +137,7 @@ class ClientModelCall(Event, Struct, frozen=True):
 
 
 class ClientHeard(Event, Struct, frozen=True):
-    """A frame without an event of its own came on this link: its client is alive."""
+    """A client sent a frame that is no event itself. The frame shows that the client is alive."""
 
     link: int
 
@@ -352,7 +352,10 @@ class Shutdown(Event, Struct, frozen=True):
 
 
 class Unreachable(Event, Struct, frozen=True):
-    """New workers and commands cannot reach the broker, because of `why`; if "", they can again."""
+    """Reports why new workers and commands cannot reach the broker.
+
+    `why` is "" if they can again.
+    """
 
     why: str
 

@@ -68,7 +68,8 @@ class Failover(Struct, eq=False):
         """Queues the requests and calls of a fenced worker again.
 
         `own`: the worker ended by itself. `prefill`: the request whose prompt it was reading.
-        `counts`: the move counts as a resume without progress.
+        `counts`: the move counts as a resume without a new token; a request fails after too many of
+        these.
         """
         lost = self.running(worker)
         shares = self._shares(worker, prefill) if own else {}
@@ -98,7 +99,7 @@ class Failover(Struct, eq=False):
         return sorted(leased, key=lambda r: r.arrival)
 
     def mark_if_ended_by_charged_request(self, worker: Worker, prefill: bytes | None) -> None:
-        """Marks a worker if the request to blame for its end has ended another worker before.
+        """Marks a worker that was ended by a request which had already ended another worker.
 
         The end of a marked worker does not count as a failure of the model. Otherwise a single bad
         request could open the model's breaker.

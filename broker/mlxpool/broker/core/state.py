@@ -56,7 +56,7 @@ class Timers(Generic[K]):
                 self._compact()
 
     def _compact(self) -> None:
-        """Drops invalid entries, so that cleared times free their memory."""
+        """Drops the outdated entries of the heap, so that they do not fill memory."""
         self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
         heapq.heapify(self._heap)
 
@@ -107,7 +107,8 @@ class Link(Struct, eq=False):
 class State(Struct, eq=False):
     """The state of the broker's core, shared by all its components.
 
-    `boot` is the random number of this broker process. Numbers and epochs are never reused.
+    `boot` is the random number of this broker process. The numbers of runs and requests and the
+    epochs of workers only increase, so none is ever reused.
     """
 
     config: PoolConfig

@@ -86,7 +86,11 @@ class TokenIngest(Struct, eq=False):
             self._dispatcher.dispatch(self._state.model_of_worker(worker), now)
 
     def _take(self, epoch: int, row: Delta, touched: dict[bytes, Request], now: float) -> None:
-        """Handles the first or last row of a run, or a row that should not exist."""
+        """Handles the first or last row of a run, and a row that does not belong to a run.
+
+        A row is only counted if its worker does not have the run. If a row of a run does not follow
+        the rows before it, the worker is condemned.
+        """
         worker, number = self._state.workers.get(epoch), row.attempt
         key = (row.id, number)
         if worker is None or key not in worker.leases:

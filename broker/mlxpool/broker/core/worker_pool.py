@@ -84,7 +84,10 @@ class WorkerPool(Struct, eq=False):
         return False  # the end of the stopped workers starts it
 
     def require_those_without_worker(self, now: float) -> None:
-        """Starts workers for needed models that have none, because memory may have become free."""
+        """Starts workers for needed models that have none.
+
+        Called when memory may have become free.
+        """
         models = self._state.registry.models.values()
         for model in [m for m in models if m.state in DEMANDED and not m.workers]:
             self.require(model, now)
@@ -278,8 +281,9 @@ class WorkerPool(Struct, eq=False):
         """Handles the end of a slot's process: frees the slot, counts the failure, plans a restart.
 
         If the process was ended from outside (`own` is False), the next process is delayed too, but
-        such failures alone do not open the breaker. The model has not failed if a request that
-        ended another worker before has ended this worker (`ended_by_charged_request`).
+        such failures alone do not open the breaker. No failure of the model is counted if the
+        process was ended by a request that had already ended another worker
+        (`ended_by_charged_request`).
         """
         worker = slot.worker
         if worker is None:

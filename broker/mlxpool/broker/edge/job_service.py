@@ -266,11 +266,12 @@ def _opened_store(config: PoolConfig, boot: int, wake: Callable[[], None]) -> St
 
 
 def why_without_jobs(config: PoolConfig, error: StoreError) -> str | None:
-    """Returns why the pool serves streams without jobs; None if the pool must not start.
+    """Returns why the pool runs without jobs after its store could not be opened.
 
-    The pool starts if the folder is the default folder, or cannot be written. After any other fault
-    of a configured store the pool must not start. Otherwise nobody would notice that the jobs in
-    that store are not done.
+    Returns None if the pool must not start at all. It may start without jobs after any fault of the
+    default folder, and if a configured folder cannot be written. After any other fault of a
+    configured store it must not start. Otherwise nobody would notice that the jobs in that store
+    are not done.
     """
     by_default = config.state_dir == str(default_state_dir(config.run_dir))
     if not by_default and not isinstance(error, StoreUnwritable):

@@ -63,9 +63,9 @@ class LoopQueue(Closing, Generic[Asked]):
         self.begin(begin, now)
 
     def begin(self, begin: Callable[[Asked, Future[Fate], float], None], now: float) -> None:
-        """Begins all waiting commands.
+        """Calls `begin` for each waiting command, with the future for the command's result.
 
-        `begin` sets the result of a command's future, now or later.
+        `begin` sets the result now or later.
         """
         self.waker.drain()
         for command, future in self._take():

@@ -39,7 +39,10 @@ class Perform(Struct, frozen=True):
 
 
 class Forget(Struct, frozen=True):
-    """Forgets a client's link: its next frame makes a new link, so the client notices the loss."""
+    """Forgets a client's link.
+
+    The client's next frame creates a new link, so the client notices it.
+    """
 
     link: int
 

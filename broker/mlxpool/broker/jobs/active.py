@@ -38,8 +38,9 @@ class Step(NamedTuple):
 class ActiveJob(Struct, eq=False):
     """A job between the commit that gave it to the core and the commit that ends or defers it.
 
-    `durable` counts its token ids on the disk, `taken` the token ids from its run. `steps` has the
-    output between both positions. At most one store operation is under way: `writing`.
+    `durable` is the number of its token ids on the disk, `taken` the number of all its token ids so
+    far. `steps` has the output from `durable` to `taken`. At most one store operation is under way:
+    `writing`.
     """
 
     job: JobView
@@ -77,15 +78,18 @@ class ActiveJob(Struct, eq=False):
 
     @property
     def suspect(self) -> bool:
-        """Returns whether this job may have ended the broker, because it was started too often.
+        """Returns whether this job may have ended the broker: it was started too often.
 
-        `starts` includes the present start.
+        It was started too often if its `starts`, the present start included, exceed ALONE_STARTS.
         """
         return self.job.starts > ALONE_STARTS
 
     @property
     def proven(self) -> bool:
-        """Returns whether this start put ids on the disk; earlier starts then no longer count."""
+        """Returns whether the present run of the job has put token ids on the disk.
+
+        The store sets the job's count of starts to 0 with these ids.
+        """
         return self.durable > self.job.pos
 
     def move(self, event: str) -> None:
@@ -116,8 +120,8 @@ class ActiveJob(Struct, eq=False):
         """Sets the time of the next write of the job's output. `read`: a reader waits for it.
 
         Without a reader the write may wait: most short jobs are then written once, with their end.
-        If the job was started before, and this start has no ids on the disk yet, the output is
-        written soon: ids on the disk set the job's count of starts back to 0.
+        If the job was started before, its first ids are written soon, because ids on the disk set
+        the job's count of starts back to 0.
         """
         unproven = self.job.starts > 1 and not self.proven
         soon = read or unproven or self.size >= UNREAD_BYTES
@@ -145,8 +149,8 @@ class ActiveJob(Struct, eq=False):
     def next_operation(self, chunk: Chunk | None, *, patient: bool) -> Operation | None:
         """Returns the next operation to write: some output, or the outcome of the job.
 
-        The operation that ends a job (Finish) includes the last ids. `patient` is the field of that
-        operation: it is not urgent.
+        The operation that ends a job (Finish) includes the last ids. `patient`: that operation is
+        not urgent.
         """
         outcome, gen = self.outcome, self.job.gen
         if isinstance(outcome, NewGeneration):

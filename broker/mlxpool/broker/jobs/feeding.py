@@ -45,7 +45,10 @@ Group = tuple[str, int]  # (the model's name as jobs have it, priority)
 
 
 class Backlog(Struct, eq=False):
-    """The due times and the counts of a group of jobs: the jobs of one model and priority."""
+    """The state of a group of jobs, which are the jobs of one model and priority.
+
+    It has the times at which the group's jobs are due, and the numbers of its jobs in the core.
+    """
 
     due: float = math.inf  # earliest time at which a job may run; a time in the past: now
     suspects_due: float = math.inf  # earliest time at which a suspect may run alone
@@ -88,7 +91,8 @@ class Feeder(Struct, eq=False):
     ) -> None:
         """Records that a job waits in the group and may run from the time `due` on.
 
-        `owner` is None if the owner is unknown. `suspect`: the job has to run alone.
+        `owner` is None if the owner is unknown. `suspect`: the job may have ended the broker, so it
+        has to run alone.
         """
         backlog = self.groups.setdefault(group, Backlog())
         if owner is None or backlog.owners[owner] < backlog.share:
@@ -192,9 +196,10 @@ class Feeder(Struct, eq=False):
         held: Collection[bytes],
         now: float,
     ) -> FeedNext | None:
-        """Plans a read for owners with fewer jobs than an equal share, while the core is full.
+        """Plans a read of jobs of owners that have less than an equal share of the core's jobs.
 
-        `room`: the number of jobs that fill the core. `most`: the most jobs to read.
+        These owners get jobs even while the jobs of other owners fill the core. `room`: the number
+        of jobs that fill the core. `most`: the most jobs to read.
         """
         backlog.share = max(1, room // (len(backlog.owners) + 1))
         count = min(backlog.share, most, MAX_LEAVING - backlog.leaving)
@@ -220,11 +225,11 @@ class Feeder(Struct, eq=False):
         return [backlog for (other, _), backlog in self.groups.items() if other == name]
 
     def _suspects_waited(self, name: str, now: float) -> bool:
-        """Returns whether suspects of this model have waited for long enough.
+        """Returns whether suspects of this model have waited long enough to go before other jobs.
 
-        Then no other job of the model is read before a suspect. Otherwise a model that always has
-        other jobs would delay suspects for ever. If started jobs wait longer than SUSPECT_WAIT for
-        a place, other jobs and suspects alternate in periods of that length.
+        Otherwise a model that always has other jobs would delay its suspects for ever. If started
+        jobs wait longer than SUSPECT_WAIT for a place, other jobs and suspects alternate in periods
+        of that length.
         """
         return any(
             backlog.suspects_have_turn(now)
@@ -233,7 +238,7 @@ class Feeder(Struct, eq=False):
         )
 
     def _alone(self, name: str, view: PoolView, now: float, *, waited: bool) -> bool:
-        """Returns whether the core may get a suspect now: a crash must then count against it alone.
+        """Returns whether the core may get a suspect now, so that a crash is blamed on it alone.
 
         A suspect that has not `waited` long enough lets all due jobs and streams of the model go
         first, and waits for started jobs of other models. A suspect that has waited is given to the
@@ -306,7 +311,7 @@ class Feeder(Struct, eq=False):
         backlog.suspects += suspect
 
     def proven(self, group: Group, now: float, *, suspect: bool) -> None:
-        """Counts a job as proven: this start has put ids on the disk, or the job left the core."""
+        """Counts a job as proven: its run has put ids on the disk, or it has left the core."""
         backlog = self.groups[group]
         backlog.unproven -= 1
         if suspect:
@@ -372,7 +377,10 @@ class AnswerRoom:
         self._bytes: Counter[str] = Counter()
 
     def take(self, model: str, size: int) -> None:
-        """Reserves `size` bytes: the most bytes of a call's answer; 0 if the job is not a call."""
+        """Reserves `size` bytes for the answer of a job.
+
+        `size` is the most bytes that the answer can have; it is 0 if the job is not a call.
+        """
         self._bytes[model] += size
 
     def give_back(self, model: str, size: int) -> None:

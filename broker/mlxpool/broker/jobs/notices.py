@@ -103,9 +103,9 @@ class NoticeQueue:
         self._outbox.store(ReadNotices(room, held, PER_ORIGIN, self._loads(now)), self._read)
 
     def _loads(self, now: float) -> tuple[OriginLoad, ...]:
-        """Returns the number of notices under way, and of further notices allowed, by origin.
+        """Returns for each origin the number of notices under way, and how many may be added.
 
-        The list has each origin that is paused or has a notice under way.
+        Only origins that are paused or have a notice under way are included.
         """
         busy = Counter(attempt.notice.origin for attempt in self._under_way.values())
         loads = []

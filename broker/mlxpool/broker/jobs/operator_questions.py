@@ -152,7 +152,10 @@ class OperatorQuestions:
 
 
 def items_of(exported: ExportedJob, row: dict[str, Any]) -> Sequence[dict[str, Any]]:
-    """Returns the items of an export: the job, unless an earlier page has it, and its output."""
+    """Returns the items of a job's export: the job, its blobs and its output.
+
+    The job itself is left out if an earlier page has it.
+    """
     job, items = exported.job, list[dict[str, Any]]()
     if exported.request is not None:
         terminal = None if job.end is None else terminal_of(job.end)
@@ -188,7 +191,7 @@ def items_of(exported: ExportedJob, row: dict[str, Any]) -> Sequence[dict[str, A
 
 
 def with_owner(row: dict[str, Any], job: JobView) -> dict[str, Any]:
-    """Returns the map of a job for operators: with its owner."""
+    """Returns the map of a job for operators, with the job's owner and tenant."""
     return {
         **row,
         "owner": job.scope.owner,

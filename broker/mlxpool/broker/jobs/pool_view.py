@@ -17,7 +17,7 @@ class PoolView(Protocol):
 
     @property
     def poison_life(self) -> float:
-        """Seconds for which requests that have ended workers stay refused."""
+        """Seconds for which a request that has ended workers stays refused."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class PoolView(Protocol):
         ...
 
     def free(self, model: str) -> int:
-        """Returns the free batch slots of the model's ready workers, minus its queued requests."""
+        """Returns the free batch slots of the model's ready workers, less its queued requests."""
         ...
 
     def is_outranked(self, id: bytes) -> bool:

@@ -162,7 +162,10 @@ class Questions:
     def _refuse_unless_known(
         self, event: ev.QuestionAsked, message: Submit, digest: bytes, error: PoolError
     ) -> None:
-        """Answers with the job of an equal earlier submission, else with the error."""
+        """Refuses a submission with `error`, unless an equal earlier submission has made a job.
+
+        Then answers with that job.
+        """
 
         def then(result: Result, now: float) -> None:
             job = result.job if isinstance(result, Found) else None
@@ -340,9 +343,10 @@ class Questions:
         return store.Release(name), then
 
     def _changed(self, event: ev.QuestionAsked, message: AboutJob, result: Result) -> None:
-        """Answers with the changed job, also if an equal earlier question had already changed it.
+        """Answers a request that changes a job, once the store has performed it.
 
-        A client may repeat a question.
+        A client may repeat the request: if the job was already changed in this way, the answer is
+        the job, as at the first time.
         """
         already = isinstance(result, Fate) and result.job.state is ALREADY[message.kind]
         if isinstance(result, Changed) or (isinstance(result, Fate) and already):

@@ -64,7 +64,7 @@ class Reader(Struct, eq=False):
 
     @property
     def open(self) -> bool:
-        """Returns whether the reader may get more ids within its flow-control window."""
+        """Returns whether the reader's flow-control window has room for more ids."""
         return self.sent - self.acked < self.fetch.window
 
 
@@ -145,7 +145,7 @@ class Readers:
             self._outbox.forget(link)
 
     def read_again(self, now: float) -> None:
-        """Retries the pages that the store could not return."""
+        """Asks the store again for the pages of output that it could not return."""
         for reader in list(self.all.values()):
             self._go_on(reader, now)
 
@@ -178,8 +178,8 @@ class Readers:
     ) -> None:
         """Sends a new durable chunk to readers that have all output before it.
 
-        `facts`: the first worker's data about its model, if known. They are new to readers that
-        began before this worker reported them.
+        `facts`: the first worker's data about its model, if known. Readers that began before this
+        worker reported the data get them here.
         """
         for reader in list(self._of_job.get(job, {}).values()):
             if reader.gen == gen and chunk.end <= reader.sent:
@@ -280,9 +280,9 @@ class Readers:
         self._outbox.send(reader.link, delta, reader.id, reader.attempt, chunk.pos)
 
     def _tell_retries(self, reader: Reader, job: JobView) -> None:
-        """Sends the retries that followed a job's last id, if the reader asked for steps.
+        """Tells a reader that asked for steps how often the job was retried after its last id.
 
-        They are sent in a delta without ids, before the job's end.
+        The retries are sent in a delta without ids, before the job's end.
         """
         retries = job.retries_at(reader.sent)
         if reader.fetch.steps and retries:

@@ -164,8 +164,8 @@ class Runs:
     def on_output(self, event: ev.Output, now: float) -> None:
         """Records the output of runs.
 
-        Raises ValueError, once all deltas are handled, if output does not follow a job's last id;
-        that job runs again.
+        If output does not follow the last id of its job, the job runs again. ValueError is then
+        raised after all deltas were handled.
         """
         unfit: list[str] = []
         for row in event.rows:
@@ -279,7 +279,10 @@ class Runs:
         return Defer(active.id, job.gen, delay, attempts, job.charge, 0, error.message)
 
     def _put_back(self, active: ActiveJob, delay: float) -> Defer:
-        """Returns the operation that defers a job which has no fault: this start does not count."""
+        """Returns the operation that makes a job wait again through no fault of its own.
+
+        The present start does not count in the job's `starts`.
+        """
         job = active.job
         starts = 0 if active.taken > job.pos else max(0, job.starts - 1)
         return Defer(active.id, job.gen, delay, job.attempts, job.charge, starts)

@@ -52,13 +52,19 @@ class Name(Struct, eq=False):
 
     @property
     def fault(self) -> str | None:
-        """The first problem with the model's files, in the parts that were read."""
+        """The first problem that was found in the model's files.
+
+        Parts of them may not be read yet.
+        """
         problems = self.about.get("problems")
         return str(problems[0]) if isinstance(problems, list | tuple) and problems else None
 
     @property
     def unusable(self) -> str | None:
-        """The first problem with the files, if all parts were read: no worker could load them."""
+        """The first problem of the files, if it keeps every worker from loading them.
+
+        None if parts of the files were not read: a worker may still load them.
+        """
         return None if self.about.get("unread") else self.fault
 
 

@@ -142,12 +142,15 @@ class Model(Struct, eq=False):
 
     @property
     def local_slots(self) -> list[Slot]:
-        """The slots that this broker fills. After a reduction of replicas further slots exist."""
+        """The slots that this broker fills, one for each of its replicas.
+
+        After the number of replicas was reduced, the model has further slots.
+        """
         return self._own_slots[: self._own_replicas]
 
     @property
     def surplus_slots(self) -> list[Slot]:
-        """The slots whose workers exceed a reduced number of replicas."""
+        """The slots that still have a worker after the number of replicas was reduced."""
         return [slot for slot in self._own_slots[self._own_replicas :] if slot.worker is not None]
 
     @property
@@ -167,7 +170,10 @@ class Model(Struct, eq=False):
 
     @property
     def replicas_wanted(self) -> int:
-        """The number of workers that the model should have, of all supervisors; 0 if not set."""
+        """The number of workers that the model should have, summed over all supervisors.
+
+        It is 0 if the settings give no number.
+        """
         rules = self.config.scaling
         if not self.scales:
             return self.config.replicas

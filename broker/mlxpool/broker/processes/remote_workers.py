@@ -97,9 +97,9 @@ class RemoteSlots:
 
 
 def model_of(hello: Hello) -> str | None:
-    """Returns the model that a `hello` names, if the `hello` names no slot.
+    """Returns the model that a worker of another supervisor wants to serve, by its `hello`.
 
-    Returns None if it names a slot, no model, or a model with an invalid name.
+    Returns None if the `hello` names a slot, no model, or a model with an invalid name.
     """
     name = hello.model
     return None if hello.slot or name is None or fault_of_name(name) is not None else name
@@ -208,9 +208,8 @@ class RemoteWorkers:
     def stop(self, slot: str, now: float) -> bool:
         """Sends `Stop` to a remote worker and fences it. Returns False if the worker is not remote.
 
-        `Stop` asks the worker to connect again if it is to be replaced, or was condemned because of
-        a fault. While the broker ends, no `Stop` is sent, because the worker waits for the next
-        broker.
+        A worker that is to be replaced, or was condemned for a fault, is told to connect again.
+        While the broker ends, no `Stop` is sent, because the worker waits for the next broker.
         """
         if slot not in self.slots.by_name:
             return False

@@ -66,7 +66,10 @@ class Child(Struct, eq=False):
         return any(secrets.compare_digest(known.encode(), token.encode()) for known in valid)
 
     def renew(self, token: str) -> None:
-        """Makes a new token for the next connection, after a connection was opened with `token`."""
+        """Makes a new token for the worker's next connection.
+
+        `token` is the token with which the worker's newest connection was opened.
+        """
         if token == self.token or not self.used_token:
             self.used_token, self.token = token, secrets.token_hex(16)
 

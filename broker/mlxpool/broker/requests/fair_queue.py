@@ -70,10 +70,10 @@ class Lane:
     def head(
         self, places: Mapping[str, int] = NO_PLACES, *, without_images: bool = False
     ) -> Request | None:
-        """Returns the request whose turn it is: the same until the lane or `places` changes.
+        """Returns the request whose turn it is; None if there is none.
 
-        `places` counts the places of each owner. `without_images`: requests with images are
-        skipped.
+        It stays the same until the lane or `places` changes. `places` counts the places of each
+        owner. `without_images`: requests with images are skipped.
         """
         if not (self.texts if without_images else self.owners):
             return None
@@ -186,7 +186,10 @@ class Queue:
         self._count(request, 1)
 
     def sent_again(self, request: Request, more_bytes: int) -> None:
-        """Records a retry of a queued request; the new message has `more_bytes` more bytes."""
+        """Counts the bytes of a queued request that its client has sent again.
+
+        The new message has `more_bytes` bytes more than the earlier message.
+        """
         self.bytes += more_bytes
         if request.id in self.preempted or self._place_among_resumed(request) is not None:
             self.unchecked[request.id] = request  # the retry may have brought model data (`facts`)
@@ -199,7 +202,8 @@ class Queue:
     def unchecked_resumed(self, epochs: tuple[int, ...]) -> list[Request]:
         """Returns the resumed and preempted requests to compare with the workers of these epochs.
 
-        A call with the epochs of the last call returns only the requests that were added since.
+        If the epochs are the same as in the last call, only requests that were added since are
+        returned.
         """
         if epochs == self._epochs:
             begun = list(self.unchecked.values())

@@ -179,10 +179,10 @@ class Places(Struct, eq=False):
             self._taken[owner] += 1
 
     def leave(self, owner: str, now: float) -> None:
-        """Counts a place (batch slot) that a request of an owner has left.
+        """Counts a place (batch slot) that a request of `owner` has left.
 
-        If another owner gave up a place for this owner, one place stays reserved for the owner for
-        KEEP seconds.
+        If `owner` had got a place from another owner, one place stays reserved for `owner` for KEEP
+        seconds.
         """
         _less(self.held, owner)
         if self._taken[owner] > self.held[owner]:

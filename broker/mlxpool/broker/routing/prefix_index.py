@@ -31,9 +31,9 @@ class PromptPieces(Struct, frozen=True):
     token ids, 1 KiB of text, or a message of a chat (1 KiB of a longer message). `keys[i]` is a
     hash of the prompt up to the end of piece i.
 
-    A worker that got a prompt with that key has cached about `ends[i]` tokens of this prompt, up to
-    the end of the piece. If the model's answer follows, these tokens include the answer, which the
-    worker computed. `tokens` is the number of tokens of the whole prompt.
+    A worker that got a prompt with the key `keys[i]` has cached about `ends[i]` tokens of this
+    prompt. They end with piece i, or with the model's answer if piece i is followed by an answer,
+    because the worker computed that answer. `tokens` is the number of tokens of the whole prompt.
     """
 
     keys: tuple[bytes, ...]
@@ -42,7 +42,10 @@ class PromptPieces(Struct, frozen=True):
 
 
 def pieces_of(prompt: Prompt) -> PromptPieces:
-    """Cuts a prompt into pieces. All keys also depend on its tools, its thinking and its images."""
+    """Cuts a prompt into pieces.
+
+    All keys also depend on the prompt's tools, its setting for thoughts, and its images.
+    """
     keys: list[bytes] = []
     ends: list[int] = []
     key, end = _base(prompt), _base_tokens(prompt)

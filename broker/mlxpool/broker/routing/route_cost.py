@@ -68,7 +68,10 @@ class Route(Struct, eq=False):
                 del self.sessions[next(iter(self.sessions))]
 
     def has_group(self, group: tuple[str, str]) -> None:
-        """Records that the worker has a choice of this group, and gets the other choices too."""
+        """Records that the worker has a choice of this group.
+
+        The worker then also gets the other choices of the group.
+        """
         self.groups.pop(group, None)
         self.groups[group] = None
         if len(self.groups) > MAX_GROUPS:
@@ -121,9 +124,9 @@ def crowd_of(
 ) -> Crowd:
     """Returns the Crowd of a request: its cached tokens, and the requests that wait behind it.
 
-    `waiting`: the number of other requests that wait for these workers. `first`: the requests from
-    which the next is chosen. Waiting requests whose prompts begin like this request's prompt do not
-    count: they gain if a second worker caches this beginning.
+    `waiting`: the number of other requests that wait for these workers. Requests whose prompts
+    begin like this request's prompt do not count as waiting: they gain if a second worker caches
+    this beginning. Their share is estimated from `first`, the requests that may be assigned next.
     """
     if not waiting:
         return ALONE
@@ -139,10 +142,11 @@ def cost_ms(
     """Returns the cost in milliseconds of a request on a worker that runs `rows` other requests.
 
     It is the sum of three times:
-    - the prefill of the worker's other prompts, and of the prompt's tokens that it has not cached;
+    - the prefill of prompts that the worker has not read yet, and of those tokens of this request's
+      prompt that the worker has not cached;
     - the decode steps of the answer, in batches of half the present size, because requests end;
-    - the prefill of tokens that only other workers have cached, times the waiting requests per
-      worker.
+    - the delay of the requests that wait behind this request: the prefill of tokens that only other
+      workers have cached, times the number of waiting requests per worker.
 
     `model` is the speed of all workers of the model, for a worker with few measurements.
     """

@@ -59,7 +59,7 @@ class FilePart(Result, Struct, frozen=True):
 
 
 class Outcomes(IntFlag):
-    """Flags for the results of a batch: the results of done lines, and of all other lines."""
+    """Flags for results of a batch: those of its done lines, and those of all other lines."""
 
     NONE = 0
     DONE = 1
@@ -313,12 +313,12 @@ class AddLines(Operation, Struct, frozen=True):
     """Makes jobs of lines in one transaction. Results: BatchView, UnknownName.
 
     If `first_line` is not the batch's `next_line`, another operation has added these lines, and
-    nothing is changed. In both cases the view has the present `next_line`.
+    nothing is changed. The view always has the present `next_line`.
 
     `next_line`, `end` and `last` have the values that `Lines` had. Each job of `jobs` has `batch`
     and `line`. `failed` has (line, label, cause) for each invalid line. `expired` has (line, label,
-    cause) for each line after the batch's deadline; it counts as an expired job. A line whose job
-    has a used key becomes a failed line.
+    cause) for each line after the batch's deadline; the line counts as an expired job. If the key
+    of a line's job is already used, the line becomes a failed line.
     """
 
     admits: ClassVar[bool] = True
@@ -398,10 +398,10 @@ class ReleaseOutcomes(Operation, Struct, frozen=True):
     """Deletes some results of an ended batch before their expiry.
 
     Results: BatchChanged, UnknownName. At most `count` jobs, which BatchChanged lists, lose their
-    results. Repeat it until there are fewer than `count`. The batch and its counts stay. From the
-    first commit on, `deleted` of the view names the kinds of results that are being deleted. Once
-    no results are left, a file of lines that a gateway wrote is no longer kept. A batch that has
-    not ended, or is gone, is not changed.
+    results. The caller repeats the operation until BatchChanged lists fewer jobs. The batch and its
+    counts stay. From the first commit on, `deleted` of the view names the kinds of results that are
+    being deleted. If the batch has no results left, a file of lines that a gateway wrote for it is
+    no longer kept. A batch that has not ended, or is gone, is not changed.
     """
 
     frees: ClassVar[bool] = True

@@ -232,12 +232,12 @@ class Release(Operation, Struct, frozen=True):
 
 
 class Sweep(Operation, Struct, frozen=True):
-    """Expires and deletes jobs, files and batches past their times. Result: Swept.
+    """Expires and deletes jobs, files and batches whose time is over. Result: Swept.
 
-    At most `count` jobs of each sort change. Waiting jobs expire after their deadline. Jobs in
-    `held` do not, because the broker ends the jobs that it runs. Ended jobs become gone after
-    `forget`; gone jobs are deleted after `key_life`. `expired_end` is the packed terminal message
-    of expired jobs.
+    Waiting jobs expire after their deadline. Jobs in `held` do not, because the broker itself ends
+    the jobs that it runs. Ended jobs become gone after `forget`; gone jobs are deleted after
+    `key_life`. One sweep expires at most `count` jobs, and lets at most `count` jobs become gone or
+    be deleted. `expired_end` is the packed terminal message of expired jobs.
     """
 
     frees: ClassVar[bool] = True
@@ -290,10 +290,10 @@ class ListJobs(Operation, Struct, frozen=True):
     """Lists jobs in order of arrival. Result: JobList, whose `next` is a `seq`.
 
     The list begins after the job with the number `after`. `reverse`: the newest jobs come first,
-    and the list begins before the job `after`, or with the newest job if `after` is 0. Jobs of all
-    owners are listed if `owner` is None, of all tenants if `tenant` is None, in all states but gone
-    if `states` is empty, and of all models if `model` is "". `batch`: only jobs of that batch are
-    listed, or only jobs without a batch if it is None.
+    and the list begins before the job `after`, or with the newest job if `after` is 0. `owner`,
+    `tenant` and `model` select jobs; None, or "" for `model`, selects all. `states` selects jobs in
+    these states; if it is empty, jobs in all states but gone. `batch` selects the jobs of that
+    batch; None selects the jobs without a batch.
     """
 
     writes: ClassVar[bool] = False
@@ -354,8 +354,8 @@ class OriginLoad(Struct, frozen=True):
 class ReadNotices(Operation, Struct, frozen=True):
     """Reads due notices that are not given up and not in `held`. Result: Notices.
 
-    `held` has the numbers of the notices under way. At most `count` notices are read. `loads` has
-    the most notices to read for some origins; `per_origin` is the number for any other origin.
+    `held` has the numbers of the notices under way. At most `count` notices are read. At most
+    `per_origin` are read of an origin; for an origin in `loads`, its `room` is the bound instead.
     Origins take turns, so no origin waits for older notices of other origins. The first is the
     origin with the fewest notices under way, among equals the origin with the earliest due notice.
     """
@@ -389,9 +389,10 @@ class NoticeSent(Operation, Struct, frozen=True):
 class NoticeFailed(Operation, Struct, frozen=True):
     """Stores a failed attempt to post a notice. Result: Done.
 
-    The next attempt follows in `delay` seconds, or never if it is None. `unreachable`: the origin,
-    if no connection to it could be made, else "". Notices of this origin that are older than
-    `give_up_after` seconds are given up without a further attempt, some at a time.
+    The next attempt follows in `delay` seconds; if `delay` is None, the notice is given up.
+    `unreachable`: the origin, if no connection to it could be made, else "". Each such failure also
+    gives up some notices of this origin that are older than `give_up_after` seconds, without an
+    attempt to post them.
     """
 
     end_seq: int

@@ -110,7 +110,7 @@ class Chunk(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """The most bytes of the stored chunk."""
+        """A bound on the bytes that the chunk takes in the store."""
         return len(self.ids) + 4 * len(self.text) + 8 * len(self.borders) + len(self.logprobs)
 
 
@@ -118,13 +118,14 @@ class JobView(Struct, frozen=True):
     """A job without its request and its output. `seq` is its number in the order of arrival.
 
     `gen` is the generation of its output, `pos` the number of durable ids in it. `retried` has
-    pairs: a number of ids, and the number of retries at this position. `starts` counts the times
-    that the job was given to the core since its last durable id. `end` is that of `Finish`; None
-    while the job waits. `end_seq` orders the ends of all jobs; 0 while the job waits. A line of a
-    batch has `batch` and `line`. `due`: the time before which the job does not run. `notice` is
-    `waiting` or `given_up` if the notice of its end was not delivered. `damaged` names the parts
-    that the disk has changed: then `end` is None, or `facts`, `ended`, `cause`, `attempts`,
-    `charge` and `retried` have the values of a new job.
+    pairs: a number of ids, and how often the job was retried when it had this many ids. `starts`
+    counts how often the job was given to the core since its last durable id. `end` is the packed
+    terminal message; None while the job waits. `end_seq` orders the ends of all jobs; 0 while the
+    job waits. A line of a batch has `batch` and `line`. `due`: the time before which the job does
+    not run. `notice` is `waiting` or `given_up` if the notice of its end was not delivered.
+    `damaged` names the parts that the disk has changed. A changed end is None. If the record is
+    changed, `facts`, `ended`, `cause`, `attempts`, `charge` and `retried` have the values of a new
+    job.
     """
 
     seq: int
@@ -329,9 +330,10 @@ class JobList(Result, Struct, frozen=True):
 
 
 class Swept(Result, Struct, frozen=True):
-    """Jobs that a sweep ended. `more`: others may be left, so the next sweep is due now.
+    """The result of a sweep: the jobs that expired, and how many results or jobs were deleted.
 
-    `next` is the earliest time at which a sweep has something to do; None if unknown.
+    `more`: more jobs may be due, so the next sweep is due now. `next` is the earliest time at which
+    a sweep has something to do; None if unknown.
     """
 
     expired: tuple[JobView, ...]

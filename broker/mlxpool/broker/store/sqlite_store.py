@@ -165,11 +165,11 @@ class SqliteDatabase(Database):
             raise self._translated(error) from error
 
     def log_is_long(self, size: int) -> bool:
-        """Returns whether at least `size` bytes of the log are not copied yet.
+        """Returns whether the log has at least `size` bytes that are not in the database file yet.
 
-        Old frames from before the last overwrite follow the valid frames. Their salt differs from
-        the salt in the log's header. So the log has `size` bytes if the frame at that offset has
-        the header's salt.
+        The valid frames of the log are followed by old frames from before the last overwrite. The
+        salt of old frames differs from the salt in the log's header. So the log has `size` valid
+        bytes if the frame at that offset has the header's salt.
         """
         salt = self._log_salt()
         if not salt or salt == self._copied_salt:

@@ -149,7 +149,7 @@ class Inbox:
             self._changed.notify()
 
     def empty(self, why: Refused) -> list[Operation]:
-        """Refuses new operations until `open`, and returns all waiting operations."""
+        """Removes and returns all waiting operations. New operations are refused until `open`."""
         with self._changed:
             self._paused = why
             waiting = list(self._waiting)
@@ -342,7 +342,10 @@ class StoreWriter(threading.Thread):
         return True
 
     def _perform(self) -> None:
-        """Performs all open operations in one transaction, or handles a full disk."""
+        """Performs all operations that have no result yet in one transaction.
+
+        If the disk is full, performs those of them that are possible.
+        """
         group = list(self._open)
         try:
             results = self._store.transaction(group, self._clock.now())
@@ -355,8 +358,8 @@ class StoreWriter(threading.Thread):
     def _perform_without_room(self, group: list[Operation], why: str) -> None:
         """Handles a full disk: refuses new work, and performs deletions and reads.
 
-        Then performs the other writes. The first of them that finds no room, and all later ones,
-        stay open and are tried again later.
+        Then performs the other writes, until one finds no room. This write and all later writes are
+        tried again later.
         """
         self._change(HealthState.FULL, why)
         self._store.free_reserve()

@@ -171,7 +171,7 @@ class RecentHistory:
 
 
 def recent_events(points: Iterable[Point]) -> RecentEvents:
-    """Returns the sums of failures over all points."""
+    """Returns the sums over all points: ended, failed and rejected requests, and restarts."""
     events = RecentEvents(0, Counter(), Counter(), Counter(), Counter())
     ended = 0
     for point in points:

@@ -172,7 +172,8 @@ class WorkerSnapshot(Struct, frozen=True):
     def memory_used(self) -> int:
         """Bytes of memory in use: the greater of two incomplete measures.
 
-        The resident set does not include device memory; `total` only includes memory of MLX.
+        The resident set does not include device memory. The worker's own figure, `total`, includes
+        only memory that MLX has allocated.
         """
         memory = self.memory
         return max(memory.get("total", memory.get("active", 0)), memory.get("rss", 0))
@@ -190,7 +191,7 @@ class LiveRequest(Struct, frozen=True):
 
 
 class Snapshot(Struct, frozen=True):
-    """The state of the whole pool. The renderer of metrics adds `versions`."""
+    """The state of the whole pool. `versions` is filled in when metrics are rendered."""
 
     broker: BrokerInfo
     counters: Counters  # a copy

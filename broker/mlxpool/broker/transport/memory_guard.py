@@ -77,10 +77,10 @@ class MemoryGuard:
             self._set_floor(used - self._explained())
 
     def _set_floor(self, left: int) -> None:
-        """Lets later checks ignore about `left` bytes, which the C library keeps for itself.
+        """Makes later checks ignore about `left` bytes that remained after connections were closed.
 
-        The checks ignore at most MAX_UNEXPLAINED bytes, because some of the bytes may be unread
-        messages of closed connections.
+        The C library keeps most of these bytes for itself. At most MAX_UNEXPLAINED bytes are
+        ignored, because some may be unread messages of closed connections.
         """
         self._floor = min(MAX_UNEXPLAINED, max(0, self._floor + left - MAX_UNEXPLAINED // 2))
         self._strikes = 0
@@ -112,7 +112,7 @@ def _bytes_held(state: State) -> int:
 
 
 def busy_descriptors(front: Peers, state: State, since: float = -math.inf) -> set[int]:
-    """Returns the descriptors of busy clients: a busy client has a stream or a call.
+    """Returns the descriptors of clients that have a live stream or an open call.
 
     Only clients that sent a message after `since` are included.
     """

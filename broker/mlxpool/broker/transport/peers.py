@@ -98,7 +98,10 @@ class Backlogs:
     # ---- tries -------------------------------------------------------------------------------
 
     def next_wake(self) -> float:
-        """Returns the time of the next retry, 0 if a peer is new; infinity without backlogs."""
+        """Returns the time of the next retry; infinity without backlogs.
+
+        It is 0 if a peer has got a backlog since the last call of `due`.
+        """
         return 0.0 if self._new else self._retries.next()
 
     def due(self, now: float) -> int | None:
@@ -114,7 +117,7 @@ class Backlogs:
         """Schedules the next retry of a peer that still has a backlog.
 
         `progress`: the peer accepted some messages. `more`: the peer may accept more messages
-        immediately. Its retry is then due now, after the due retries of other peers.
+        immediately. It is then retried at once, but after the other peers whose retry is due.
         """
         if progress:
             del self._waits[number]
@@ -312,8 +315,8 @@ class Peers:
     def _give_up(self, peer: Peer) -> None:
         """Closes the connection of a peer that reads too little, so that libzmq frees its queue.
 
-        If `keep_gone` is set, the peer is a worker. The peer is then only forgotten, and the caller
-        ends the worker by the peer's number.
+        If `keep_gone` is set, the peer is a worker. It is then only forgotten, and its connection
+        stays open. The caller ends the worker, which it finds by the peer's number.
         """
         self.given_up += 1
         if self.keep_gone:
@@ -322,7 +325,7 @@ class Peers:
             self.disconnect(peer)
 
     def overflowed(self, number: int) -> bool:
-        """Returns whether this peer is the last that was given up because of its own backlog."""
+        """Returns whether this is the peer that was given up last for its own long backlog."""
         return number == self._overflowed
 
     def next_retry(self) -> float:

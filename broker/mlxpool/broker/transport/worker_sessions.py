@@ -47,7 +47,10 @@ class WorkerSessions:
         return number
 
     def close(self, slot: str) -> Peer | None:
-        """Forgets the slot's connection. Returns its peer if the peer is still known."""
+        """Forgets the connection of a slot.
+
+        Returns the connection's peer, or None if it is unknown.
+        """
         number = self.release(slot)
         if number is None:
             return None

@@ -92,8 +92,8 @@ def exit_of(
 ) -> WorkerExit:
     """Returns the exit of a worker. `code` is Popen's return code, negative for a signal.
 
-    `look` is the last reading of the worker's progress. `said` is the last line of its output,
-    which has the reason if it could not begin.
+    `look` is the last reading of the worker's progress. `said` is the last line of the worker's
+    output. If the worker could not begin its work, this line has the reason.
     """
     if commanded:
         return WorkerExit(STOPPED, False, look.request)

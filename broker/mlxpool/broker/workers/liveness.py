@@ -158,7 +158,7 @@ def _stopped_rank(watch: Watch, verdict: Verdict) -> int:
 
 
 def _rank_behind(watch: Watch) -> int:
-    """Returns the rank that has handled the fewest messages of rank 0; 0 if all are equal."""
+    """Returns the rank that has handled the fewest messages from rank 0; 0 if no rank is behind."""
     done = [watch.sample.look.orders, *(other.sample.look.orders for other in watch.others)]
     return done.index(min(done))
 

@@ -32,7 +32,7 @@ def fits_facts(worker: Worker, request: Request) -> bool:
 
 
 def keeps_batch_bounds(worker: Worker, request: Request) -> bool:
-    """Returns whether the worker's batch with this request would exceed no bound on its size.
+    """Returns whether the worker's batch may grow by this request within all bounds on its size.
 
     A request that may have ended a worker has such a bound: the largest batch that may contain it.
     """
@@ -91,8 +91,8 @@ def may_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> boo
 def could_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
     """Returns whether the worker, one of `workers`, may get the request once it has room.
 
-    False while the worker runs a request that limits the size of its batch: this limit decides
-    which requests run at the same time.
+    Returns False while the worker runs a request that limits the batch: the limit then decides, and
+    not the room, which requests run at the same time.
     """
     return (
         not worker.batch_bounds
@@ -126,10 +126,10 @@ def choose_pair(
 ) -> tuple[Request, Worker] | None:
     """Returns a request of `waiting` and the worker that gets it; None if no pair is allowed.
 
-    `model` is the measured speed of the model's workers. `behind` is the number of other requests
-    that wait. The pair with the lowest cost is chosen; unless `cache_aware`, all costs are equal.
-    Among workers of equal cost, the worker that can take the most further requests is chosen, then
-    the worker that has been ready for longest.
+    `model` is the measured speed of the model's workers. `behind`: how many requests wait besides
+    the one to assign. The pair with the lowest cost is chosen; unless `cache_aware`, all costs are
+    equal. Among workers of equal cost, the worker that can take the most further requests is
+    chosen, then the worker that has been ready for longest.
     """
     serving = [worker for worker in workers if worker.serves]
     serving.sort(key=lambda worker: (-worker.credit(), worker.ready_at))

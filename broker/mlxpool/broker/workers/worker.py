@@ -193,10 +193,11 @@ JITTER = 0.25  # largest random part of a delay, as a share
 
 
 def restart_delay(failures: int, first: float, most: float, boot: int = 0) -> float:
-    """Returns the seconds to wait after `failures` consecutive workers that never served.
+    """Returns the seconds to wait before the next worker is started.
 
-    They are `first` after the first failure, and double with each further failure, up to `most`.
-    `boot` spreads the restarts of many pools by up to JITTER; with 0 they are not spread.
+    `failures`: how many workers in a row ended without having served. The delay is `first` after
+    the first failure, and doubles with each further failure, up to `most`. With a `boot` other than
+    0, up to JITTER times the delay is added, so that the restarts of many pools are spread.
     """
     if failures <= 0:
         return 0.0

@@ -120,7 +120,7 @@ def usage(result: Result, thought_tokens: int) -> dict[str, Any]:
 
 
 def error_body(error: HttpError) -> dict[str, Any]:
-    """Returns the body of an error. A message that clients parse has Anthropic's wording."""
+    """Returns the body of an error. Messages that clients parse have Anthropic's wording."""
     kind = ERROR_TYPES.get(
         error.status, "invalid_request_error" if error.status < 500 else "api_error"
     )
@@ -133,7 +133,11 @@ def error_body(error: HttpError) -> dict[str, Any]:
 
 
 def _message(error: HttpError) -> str:
-    """Returns an error's message; after "prompt is too long" clients shorten the conversation."""
+    """Returns an error's message.
+
+    The message about a too long prompt begins with "prompt is too long": clients look for these
+    words, and then shorten the conversation.
+    """
     details = error.details
     context = details.get("context")
     if error.code != TOO_LONG or not isinstance(context, int):
@@ -174,7 +178,10 @@ class MessageEvents(Struct, eq=False):
         return _event(delta) + _event({"type": "message_stop"})
 
     def _start(self) -> bytes:
-        """Returns the first event. The number of cached tokens is known only at the end."""
+        """Returns the first event.
+
+        It reports no cached tokens: their number is known only at the end.
+        """
         usage = {
             "input_tokens": self.generation.facts.get("prompt_tokens") or 0,
             "cache_creation_input_tokens": 0,

@@ -97,7 +97,7 @@ class JsonCall:
 
     @property
     def in_string(self) -> bool:
-        """Whether a mark at this point is part of a string."""
+        """Whether a mark (delimiter) that comes now would be part of a JSON string."""
         return not (self.ended or self.broken) and self._value.in_string
 
     def push(self, text: str) -> tuple[list[Event], str]:

@@ -34,7 +34,10 @@ def relaxed(schema: Any) -> Any:
 
 
 def without_nulls(schema: Any) -> Any:
-    """Returns the schema without null keywords: typed clients send null for absent ones."""
+    """Returns the schema without keywords whose value is null.
+
+    Clients that are written in typed languages send null for a keyword that is absent.
+    """
     if not isinstance(schema, Mapping):
         return schema
     kept: dict[str, Any] = {}

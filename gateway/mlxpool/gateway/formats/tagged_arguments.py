@@ -121,7 +121,10 @@ def tagged_call(
 
 
 def _writable(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters of a tool that is not strict, as far as this format can write them."""
+    """Returns the schema of a tool's parameters, reduced to the parts that this format can write.
+
+    It is used for tools that are not strict.
+    """
     kept = {key: parameters[key] for key in parameters if key in {*_OF_PARAMETERS, *_COMPOSED}}
     properties = kept.get("properties")
     if not isinstance(properties, Mapping):

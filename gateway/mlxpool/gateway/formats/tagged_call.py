@@ -53,7 +53,10 @@ class ToolSchemas:
 
 
 def pair(number: int, key: str, value: str) -> str:
-    """Returns one member of a JSON object, after `{` if its `number` is 0, else after `, `."""
+    """Returns one member of a JSON object as text, after `{` or `, `.
+
+    `{` precedes the member with the `number` 0, `, ` every other member.
+    """
     return f"{', ' if number else '{'}{json.dumps(key, ensure_ascii=False)}: {value}"
 
 

@@ -319,7 +319,10 @@ class ResumableGeneration:
 
 
 def _choice(request: ChoiceRequest, index: int) -> ChoiceRequest:
-    """Returns one choice of a request; choice i has the seed `seed` + i."""
+    """Returns the choice `index` of a request as a request for one choice.
+
+    If the request has a seed, the choice has the seed plus `index`.
+    """
     seed = request.arguments.get("seed")
     if seed is None or not index:
         return replace(request, n=1)

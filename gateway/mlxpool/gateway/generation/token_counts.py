@@ -1,6 +1,6 @@
 """Counts tokens that the pool does not report: of a chat before it is sent, and of thoughts.
 
-With the first count, a chat that is too long for the model's context is shortened.
+A chat is counted to shorten it if it is too long for the model's context.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def thought_tokens(
 
 
 def tokens_before_answer(parser: Parser, texts: Sequence[str]) -> int:
-    """Returns how many of the next tokens belong to the thoughts; `texts` has a text per token."""
+    """Returns how many tokens belong to the thoughts. `texts` has the text of each token."""
     for number, text in enumerate(texts):
         if not all(isinstance(event, Reasoning) for event in parser.push(text)):
             return number

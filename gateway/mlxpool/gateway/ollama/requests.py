@@ -213,7 +213,7 @@ def _check_embed_options(body: Mapping[str, Any]) -> list[str]:
 
 
 def _ignored(options: Mapping[str, Any], known: Body) -> list[str]:
-    """Returns the options without effect: neither honoured nor refused."""
+    """Returns the options that are neither honoured nor refused, and so have no effect."""
     heard = {*known.honoured, *known.refused}
     return [name for name in options if name not in heard and options[name] is not None]
 
@@ -247,7 +247,7 @@ def _context(ids: object) -> list[int]:
 
 
 def _as_taken(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options with the pool's values in place of Ollama's negative values."""
+    """Returns Ollama's options; negative numbers with a special meaning get the pool's values."""
     return {
         name: NEGATIVE[name] if name in NEGATIVE and type(value) is int and value < 0 else value
         for name, value in options.items()

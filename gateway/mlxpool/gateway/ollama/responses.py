@@ -126,7 +126,7 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_end(reason: str) -> dict[str, Any]:
-    """Returns the last members of a response that only loads or unloads the model."""
+    """Returns the last members of a response to a request that only loads or unloads the model."""
     return {"done": True, "done_reason": reason}
 
 

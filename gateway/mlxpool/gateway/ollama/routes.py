@@ -139,7 +139,7 @@ class OllamaRoutes:
     async def _get(
         self, request: OllamaRequest | OllamaEmbedRequest, response: ResponseWriter
     ) -> ModelInfo:
-        """Returns the model of a request; logs options and fields without effect, each once."""
+        """Returns the model of a request. Logs each option and field without effect only once."""
         model = await self._pool.model(request.model, response)
         response.exchange.model = model.name
         for field in request.unknown:

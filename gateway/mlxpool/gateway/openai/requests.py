@@ -61,8 +61,8 @@ def plain_choice(choice: Any) -> Any:
 def wanted_tool(choice: Any) -> str | None:
     """Returns the name of the tool that a `tool_choice` demands; None if it demands no tool.
 
-    A choice of another type than function, such as {type: custom, custom: {name: …}}, may have no
-    name; then the type is returned.
+    A choice whose type is not function, such as {type: custom, custom: {name: …}}, may lack a name.
+    Its type is then returned.
     """
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if not isinstance(kind, str):

@@ -310,9 +310,9 @@ def text_choice(
 class TextChunks(Struct, eq=False):
     """The chunks of a streamed /v1/completions.
 
-    `echoes`: the number of choices that begin with their prompt. The prompt's log-probabilities
-    come with the first choice; updates of the other choices are held back until the
-    log-probabilities are known.
+    `echoes`: the number of choices that begin with their prompt. The pool sends a prompt's
+    log-probabilities only with the first choice of the prompt. Updates of its other choices wait
+    until the log-probabilities are known.
     """
 
     frame: StreamFrame

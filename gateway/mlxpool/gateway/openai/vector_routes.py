@@ -76,7 +76,11 @@ class VectorRoutes:
         await response.json(vectors.score_body(request, scores, usage, _new_id("score")))
 
     async def _rate(self, request: ScoreRequest, response: ResponseWriter) -> list[Ranking]:
-        """Returns the scores of all documents for one query, or of each document for its query."""
+        """Returns the scores of the documents.
+
+        A single query is compared with all documents; otherwise each query is compared with the
+        document at the same position.
+        """
         model, late = await self._model(request.model, response)
         groups = [(request.queries[0], request.documents)]
         if len(request.queries) > 1:

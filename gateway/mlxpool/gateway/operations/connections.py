@@ -50,9 +50,9 @@ TOLD_ELSEWHERE = ("Invalid HTTP request", "Unsupported upgrade", "No supported W
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a message of the logger uvicorn.error is logged.
+    """Whether a message of the logger uvicorn.error is to be logged.
 
-    The gateway itself logs the other messages.
+    False for messages about events that the gateway logs itself.
     """
     return not record.getMessage().startswith(TOLD_ELSEWHERE)
 
@@ -142,7 +142,7 @@ class Connections:
 class BoundedProtocol(H11Protocol):
     """The protocol of one connection.
 
-    The time limit of headers starts at their first byte.
+    The time limit for the headers of a request runs from the first byte of the headers.
     """
 
     book: ClassVar[Connections]

@@ -131,7 +131,10 @@ class BatchQuestions:
     def _refuse_unless_known(
         self, event: ev.QuestionAsked, message: SubmitBatch, error: PoolError
     ) -> None:
-        """Answers with the batch of an equal earlier submission, else with the error."""
+        """Refuses a submission with `error`, unless an equal earlier submission has made a batch.
+
+        Then answers with that batch.
+        """
 
         def then(result: Result, now: float) -> None:
             known = isinstance(result, BatchView) and result.digest == batch_digest(message)
@@ -250,7 +253,11 @@ class BatchQuestions:
         self._outbox.ask(event, operation, BatchView, then, partial(_error, message.name))
 
     def _release_results(self, event: ev.QuestionAsked, message: AboutBatch) -> None:
-        """Deletes the results of the done lines, or of all other lines, then answers."""
+        """Deletes results of an ended batch, then answers with the batch.
+
+        `message.only` names the results to delete: those of the done lines, or those of all other
+        lines.
+        """
 
         def then(result: BatchChanged, now: float) -> None:
             if result.batch.live:
@@ -278,7 +285,7 @@ PAGE_BYTES = 256 * 1024  # most bytes of outcomes in one answer; a single outcom
 
 
 def _with_owner(row: messages.BatchRow, batch: BatchView) -> dict[str, Any]:
-    """Returns the map of a batch for operators: with its owner."""
+    """Returns the map of a batch for operators, with the batch's owner and tenant."""
     return {**row.body(), "owner": batch.scope.owner, "tenant": batch.scope.tenant}
 
 

@@ -30,9 +30,9 @@ RELEASED = {DONE: Outcomes.DONE, OTHERS: Outcomes.OTHERS}  # the results, by the
 
 
 class BatchSettings(Struct, frozen=True):
-    """The settings of a batch for the broker. The store keeps them packed and does not read them.
+    """The settings of a batch that only the broker reads; the store keeps them as packed bytes.
 
-    The store's field for them is `defaults`.
+    In the store's operations and views these bytes are the field `defaults`.
     """
 
     file: str = ""

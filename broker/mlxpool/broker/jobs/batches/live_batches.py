@@ -79,7 +79,8 @@ class Portion(Struct, eq=False):
     def check_slice(self, check: Check, now: float) -> bool:
         """Checks the next lines of the portion. Returns whether all lines are checked.
 
-        Raises the PoolError of a check that can succeed later. The lines then stay in the file.
+        Raises PoolError if the check of a line fails now but may succeed later. The lines then stay
+        in the file.
         """
         size = 0
         for number, _, data in self.lines.lines[self.at : self.at + SLICE_LINES]:
@@ -241,7 +242,7 @@ class Batches:
     # ---- the store opens and is lost -------------------------------------------------------------
 
     def find(self, behind: Place | None = None) -> None:
-        """Finds the batches that have not ended, after the store was opened.
+        """Asks the store for the batches that have not ended. Called once the store was opened.
 
         `behind`: the last batch of the page before, or None to read the first page.
         """
@@ -336,7 +337,7 @@ class Batches:
         self._outbox.store(operation, then)
 
     def changed(self, result: BatchChanged, now: float) -> None:
-        """Handles the cancel or retry of several jobs of a batch."""
+        """Handles a result of the store: several jobs of a batch were cancelled or wait again."""
         for job in result.jobs:
             if job.ended is None:
                 self._feeder.came((job.model, job.priority), now, job.scope.owner)

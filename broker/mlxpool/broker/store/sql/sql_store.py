@@ -140,7 +140,10 @@ class SqlStore(Closing):
         return int(share * self._max_bytes) - self.database.used_bytes()
 
     def room_of(self, operation: Operation) -> int:
-        """Returns the bytes that an operation may add; more for an owner who uses few bytes."""
+        """Returns the most bytes that an operation may add to the store.
+
+        An owner who uses few bytes may add some even if the store has no room for other owners.
+        """
         room = self.room()
         owner, size = _claim(operation)
         if size <= room:

@@ -135,7 +135,8 @@ class KeptFiles:
     async def lines(self, key: str) -> AsyncGenerator[list[bytes], None]:
         """Yields the lines of a file without line ends: for each part that is read, a list.
 
-        A line longer than MAX_LINE bytes is truncated, at most one part after this bound.
+        Of a line longer than MAX_LINE bytes only the beginning is returned. It is longer than
+        MAX_LINE, but by one part at most.
         """
         held: list[bytes] = []  # the read pieces of the last line
         size = 0

@@ -318,8 +318,8 @@ class LineModels:
     async def add(self, names: Iterable[str]) -> None:
         """Looks up names, in the order of their lines. Raises PoolError for temporary errors.
 
-        The pool is chosen again after each new name. The chosen pool therefore always has the model
-        of the first line, and the result does not depend on how many lines a call has.
+        The pool is chosen again after each new name. So the chosen pool always has the model of the
+        first line, and it does not matter how many names are passed in one call.
         """
         for name in names:
             if name not in self._known and name not in self._unknown:

@@ -125,7 +125,7 @@ class LineReader(Struct, eq=False):
         parsed: Sequence[tuple[int, Mapping[str, Any]]],
         model_of: Callable[[str], ModelInfo | HttpError],
     ) -> bytes:
-        """Returns the lines in the pool's form, or no bytes if any line has had a fault.
+        """Returns the lines in the pool's form, or b"" after a fault of any line so far.
 
         `model_of`: finds a model by its name.
         """
@@ -146,5 +146,5 @@ class LineReader(Struct, eq=False):
 
     @property
     def given_up(self) -> bool:
-        """Whether the number of faults has reached its bound, so that reading stops."""
+        """Whether reading stops: too many lines have faults, or the file has too many lines."""
         return len(self.faults) >= MAX_FAULTS or max(self.total, self.empty) > MAX_LINES

@@ -106,7 +106,7 @@ class ResponseFrame(Struct, frozen=True):
         }
 
     def parts(self, block: Block) -> list[dict[str, Any]]:
-        """Returns a list with the only content part of a block of text or thoughts."""
+        """Returns the content parts of a block of text or thoughts: a list with one part."""
         return [self.part(block, block.text, block.logprobs)]
 
     def part(

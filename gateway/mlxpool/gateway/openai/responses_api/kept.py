@@ -116,7 +116,7 @@ class KeptResponse(Struct, frozen=True):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages to the model, without the instructions."""
+        """The messages that the model got, without the instructions."""
         messages = list(self.request.get("messages") or ())
         return messages[1:] if self.note.echoed.get("instructions") else messages
 

@@ -141,7 +141,7 @@ def _echoed(body: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, An
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the offered tools, in the pool's form, and the tools of a required call."""
+    """Returns the offered tools in the pool's form, and those of which the answer must call one."""
     functions: list[dict[str, Any]] = []
     for number, tool in fields.tools_of_kind(body, ("function", NAMESPACE)):
         if tool["type"] == NAMESPACE:
@@ -182,7 +182,10 @@ def _function(prefix: str, tool: Mapping[str, Any], group: str = "") -> dict[str
 def _chosen(
     choice: Mapping[str, Any], tools: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the offered and the required tools for a `tool_choice` that names tools."""
+    """Returns the tools to offer and the tools to require, for a `tool_choice` that names tools.
+
+    The answer must call one of the required tools.
+    """
     if choice.get("type") == "function":
         named = [choice]
     elif choice.get("type") == "allowed_tools" and choice.get("mode") in ("auto", "required"):

@@ -152,7 +152,7 @@ class KeptResponseRoutes:
     async def input_items(
         self, id: str, query: Mapping[str, str], response: ResponseWriter
     ) -> None:
-        """Answers GET /v1/responses/ID/input_items with the messages to the model."""
+        """Answers GET /v1/responses/ID/input_items with the messages that the model got."""
         kept = await self._find(id)
         items = items_of(kept.messages, kept.images, kept.id)
         await response.json(queries.page(items, query, MAX_ITEMS, DEFAULT_ITEMS))
