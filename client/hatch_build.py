@@ -26,7 +26,8 @@ class AddShared(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Adds the files.
 
-        In a source distribution the licence is at the path that hatchling reads.
+        A source distribution has the licence in its root folder, where hatchling looks for it when
+        it builds a wheel there.
         """
         root = Path(self.root)
         in_repository = (root.parent / "common").is_dir()

@@ -326,7 +326,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _members(kind: type[Any]) -> dict[str, Any]:
-    """Returns the members of a class, then its inherited members of other client classes."""
+    """Returns the members of a class: its own, then those inherited from other client classes."""
     members: dict[str, Any] = {}
     for each in kind.__mro__:
         if each.__module__.startswith(mlxpool.client.__name__):

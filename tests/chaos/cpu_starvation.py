@@ -29,7 +29,10 @@ def busy_process() -> Iterator[int]:
 
 
 def starve(pool: Pool, slot: str, processor: int) -> None:
-    """Moves all threads of a slot's worker to that processor, once the worker has started."""
+    """Lets all threads of a slot's worker run only on this processor, with low priority.
+
+    Waits first until the worker has started.
+    """
     until(lambda: pool.worker(slot).get("pid"), "there is a worker")
     pid = int(pool.worker(slot)["pid"])
     with suppress(FileNotFoundError):  # the worker may have ended

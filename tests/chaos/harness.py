@@ -196,7 +196,7 @@ class Chaos(Closing):
         return check(read(self.folder), expected)
 
     def assert_all_done(self, streams: Sequence[ChaosStream] | None = None) -> Findings:
-        """Asserts that every stream ended with `done` and the expected ids; the broker is idle."""
+        """Asserts that each stream ended with `done` and the expected ids; see `assert_sound`."""
         self.finish(streams)
         for stream in self.streams if streams is None else streams:
             assert stream.result is not None, f"{stream.error!r}\n{self.pool.log()[-4000:]}"

@@ -208,7 +208,10 @@ class JobStorm(Storm):
 
 
 def started_alone(lines: Sequence[TraceLine]) -> set[str]:
-    """Returns ids of jobs that ran without others, because brokers had ended while they ran."""
+    """Returns the ids of jobs that a broker started alone.
+
+    It does so if brokers have ended while the job ran.
+    """
     return {line["id"] for line in lines if line["what"] == "start_job" and line["alone"]}
 
 

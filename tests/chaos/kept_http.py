@@ -1,4 +1,7 @@
-"""A client that has the pool store jobs, responses and batches over HTTP, while processes die."""
+"""A client that uses the pool's stored jobs, responses and batches over HTTP.
+
+Meanwhile processes die.
+"""
 
 from __future__ import annotations
 

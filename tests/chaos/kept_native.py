@@ -1,4 +1,4 @@
-"""A client that has the pool store jobs and batches, in Python, while processes die."""
+"""A client that uses the pool's stored jobs and batches from Python, while processes die."""
 
 from __future__ import annotations
 

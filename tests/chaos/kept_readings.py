@@ -177,7 +177,7 @@ class ResponseReading(HttpReading):
 
 
 def end_of_response(truth: Truth, known: Known, body: dict[str, Any]) -> str:
-    """Compares an ended response with `known`; returns its text."""
+    """Checks the state and the text of an ended response against `known`; returns the text."""
     status = body["status"]
     truth.count(f"response {status}")
     whole = "".join(part["text"] for item in body["output"] for part in item.get("content", ()))

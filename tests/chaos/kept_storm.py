@@ -1,4 +1,4 @@
-"""A storm: clients have the pool store jobs over HTTP and from Python, while processes die.
+"""A storm: clients submit jobs, which the pool stores, over HTTP and from Python; processes die.
 
 There are two owners over HTTP, and one with the Python client. Threads with their own seeds submit
 jobs, background responses and batches, read them from any position, cancel, retry and delete them.
@@ -60,7 +60,7 @@ class KeptStorm:
     """A storm; `run` may be called once, and returns its figures."""
 
     def __init__(self, plan: Plan, tmp_path: Path, server: PostgresServer | None = None) -> None:
-        """If `server` is given, it has the store in place of a folder, and faults kill it, too."""
+        """With a `server` the store is in PostgreSQL, not in a folder; faults also kill it."""
         self.plan = plan
         self.truth = Truth()
         self._folder = tmp_path
@@ -119,7 +119,10 @@ class KeptStorm:
                         owner.close()
 
     def _owners(self, keyed: str, open_to_all: str) -> list[HttpOwner | NativeOwner]:
-        """Returns the owners alice, bob and this machine's user, over both interfaces."""
+        """Returns alice, bob and the local user over HTTP, and the local user from Python.
+
+        `keyed` and `open_to_all` are the URLs of gateways with and without keys.
+        """
         lines, owners = self.plan.lines, list[HttpOwner | NativeOwner]()
         truth, seed = self.truth, self.plan.seed
         for number in range(self.plan.threads):

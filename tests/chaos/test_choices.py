@@ -86,7 +86,7 @@ def restart_the_broker(pool: Pool) -> None:
 
 
 def apart(fault: Callable[[], None]) -> None:
-    """Runs a fault in a thread of its own, while the caller reads no stream."""
+    """Runs a fault in another thread and waits for it: meanwhile the caller reads no stream."""
     thread = threading.Thread(target=fault)
     thread.start()
     thread.join()

@@ -112,7 +112,7 @@ def test_resets_at_the_back(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 def _connected_again(chaos: Chaos) -> dict[str, Any]:
-    """Returns the row of the worker, if it has connected two more times.
+    """Returns the row of the worker, once it has connected two more times after its start.
 
     Returns {} before that.
     """

@@ -37,13 +37,13 @@ def test_a_run_waits_from_its_workers_end_to_its_next_token() -> None:
 
 @pytest.mark.parametrize("what", ["done", "error"])
 def test_a_run_that_ended_waits_no_longer(what: str) -> None:
-    """The wait of a failed job for its retry does not count as a resumption."""
+    """The time from the end of a failed job to its retry does not count as a resumption."""
     lines = [work(0), killed(1), broker(2, what, id="a"), work(90), taken(99)]
     assert resumptions(lines) == []
 
 
 def test_a_run_ends_with_its_broker() -> None:
-    """A request that the next broker starts, and whose worker dies again, is another run."""
+    """If the broker dies as well, the run has ended: the next broker starts another run."""
     again = [broker_killed(5), work(9, "b"), killed(10), taken(40), taken(41, "b")]
     assert resumptions([work(0), killed(1), *again]) == [31]
 

@@ -128,7 +128,10 @@ def test_a_broker_of_another_container_is_no_killed_one(empty: Path) -> None:
 def test_a_broker_that_takes_no_connection_is_given_up_within_a_second(
     known: bool, empty: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit of 5 s is only for a broker that has accepted the connection."""
+    """A broker that accepts no connection is given up within 1 s.
+
+    The limit of 5 s is only for a broker that has accepted the connection.
+    """
     assert request_flags.IPC_GRACE < request_flags.TCP_GRACE
     start = 0.2  # seconds; on an idle machine the rest of 1 s is for Python and its imports
     assert start + request_flags.TCP_GRACE + request_flags.TICK <= 1

@@ -41,7 +41,7 @@ def empty() -> Iterator[Path]:
 
 
 class Asked:
-    """Replaces the admin socket: records questions and returns one answer."""
+    """Replaces the admin socket: records the requests, and gives the same answer to each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
         self.answer = answer

@@ -133,7 +133,7 @@ def running(pool: RayPool) -> dict[str, Any]:
 
 
 class Storm:
-    """Runs streams, checks every token, and acts on the pool after given numbers of streams."""
+    """Runs streams, checks every token, and disturbs the pool after given numbers of streams."""
 
     def __init__(self, pool: RayPool, found: dict[str, Any]) -> None:
         self.pool, self.found = pool, found

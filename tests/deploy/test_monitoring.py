@@ -199,7 +199,7 @@ def test_panels_do_not_overlap() -> None:
 
 @pytest.mark.parametrize("rule", alerts(), ids=NAMES)
 def test_an_alert_is_in_the_runbook(rule: dict[str, Any]) -> None:
-    """The runbook has a section with its meaning, then the actions."""
+    """The runbook has a section for the alert: its meaning, then the actions."""
     assert rule["labels"]["severity"] in ("critical", "warning")
     assert rule["annotations"]["summary"].endswith(".")
     assert rule["annotations"]["runbook"] == f"docs/operate.md#{rule['alert'].lower()}"

@@ -50,7 +50,7 @@ def options_of(name: str) -> set[str]:
 
 
 def commands_of(cell: str, above: str) -> set[str]:
-    """Returns the commands that a table's cell names; `config` names all commands of its group.
+    """Returns the commands that a table's cell names; `config` stands for all its subcommands.
 
     For a cell with "all but", returns the other commands. `above` is the beginning of all names.
     """

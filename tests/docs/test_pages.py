@@ -58,7 +58,7 @@ def public(name: str) -> str:
 
 
 def section(name: str, role: str) -> tuple[str, str]:
-    """Returns a section of the allow-list with `…`, as on the page, and with the real key."""
+    """Returns a section of the allow-list twice: with `…` as on the page, and with the real key."""
     text = f'[keys.{name}]\nrole = "{role}"\npublic = '
     return f'{text}"…"', f'{text}"{unquoted(public(name))}"'
 

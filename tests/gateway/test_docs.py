@@ -56,7 +56,7 @@ def test_the_description_names_every_field_that_has_no_effect() -> None:
 
 
 def test_the_description_names_every_field_that_is_refused() -> None:
-    """A refused field's description has advice, and its enum has the values without effect."""
+    """A refused field's description has advice; its enum has the values that are still accepted."""
     for route, body in BODIES:
         properties = body.schema()["properties"]
         for name, (neutral, advice) in body.refused.items():

@@ -65,7 +65,7 @@ def made(*clients: OnePool) -> Pools:
 
 
 async def chosen(group: Pools, name: str) -> AsyncClient:
-    """Returns the client that a new request for this model gets, run as a task of its own."""
+    """Returns the client that a new request for this model gets; the request has its own task."""
 
     async def request() -> AsyncClient:
         await group.get(name)

@@ -71,9 +71,9 @@ def test_any_body_is_taken_or_a_field_is_named(path: str, data: st.DataObject) -
     st.text(min_size=1).filter(lambda name: name not in KNOWN and not ABOUT_REQUEST.fullmatch(name))
 )
 def test_an_unknown_field_is_named(path: str, name: str) -> None:
-    """The error names the unknown field.
+    """The error names an unknown field.
 
-    Ollama's interface accepts and reports the field, because Ollama ignores such fields.
+    Ollama ignores unknown fields, so its interface accepts such a field and only reports it.
     """
     if path in (OLLAMA, GENERATE):
         assert PARSERS[path](**{name: 1}).unknown == [name]

@@ -29,7 +29,10 @@ class ClosingLines:
         self._left_out += len(items)
 
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Reads the count of deselected cases from an xdist process; all count the same."""
+        """Reads the count of deselected cases from an xdist process.
+
+        Each process counts all cases, so all counts are equal.
+        """
         self._left_out = max(self._left_out, getattr(node, "workeroutput", {}).get(LEFT_OUT, 0))
 
     def pytest_terminal_summary(

@@ -111,7 +111,7 @@ class Answers:
     ) -> Row:
         """Admits a request; `had` are the ids that a resumed request already has.
 
-        With `thinking_budget` the prompt of the request has opened the thoughts.
+        With `thinking_budget` the answer begins within thoughts, as if the prompt had opened them.
         """
         chosen = Options.parse({"seed": number, **options})
         _, text, _ = demo()

@@ -119,7 +119,10 @@ class FakeWorker:
         return self
 
     def credit(self, capacity: int | None = None) -> FakeWorker:
-        """Reports the worker's free sequences: `capacity` minus the number of its runs."""
+        """Reports how many further runs the worker has room for: `capacity` minus its runs.
+
+        Without `capacity` the last capacity is used.
+        """
         self.capacity = self.capacity if capacity is None else capacity
         free = max(0, self.capacity - len(self.runs))
         self.story.do(make.credit(self.epoch, {"sequences": free, "works": self.works}))

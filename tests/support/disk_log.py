@@ -1,8 +1,8 @@
 """The log of a process's changes to a folder, and disk images as after a loss of power.
 
-disk_shim.cpp writes the log. An image has all data that was synced before the loss, and a part of
-the later data: any sectors of each write, maybe one of them torn, and the first changes of names up
-to any unsynced change.
+disk_shim.cpp writes the log. An image has all data that was synced before the loss, and a random
+part of the later data: some sectors of each later write, one of which may be torn, and the changes
+of names up to a random one.
 """
 
 from __future__ import annotations

@@ -60,8 +60,9 @@ def record_of(
 ) -> list[NewRecord]:
     """Returns the record of a block that follows the block with the key `parent`.
 
-    `states` are positions of snapshots. A snapshot at the block's end adds its own record; a
-    snapshot inside the block also adds a record of the inputs before it.
+    `part` are the block's inputs, `start` is the position of the first. `states` are positions of
+    snapshots, whose records are added. A snapshot inside the block follows a record of its own that
+    has the inputs before it.
     """
     key = block_key(parent, packed(part))
     arrays = (NamedArray("0.0", "bfloat16", (cells(part, start),)),)
@@ -121,7 +122,7 @@ def wanted(
     scope: str = "",
     most: int | None = None,
 ) -> Wanted:
-    """Returns the records that a prompt can use."""
+    """Returns the description of the records that a prompt can use, which a tier then looks for."""
     least = matched if restorable is None else restorable
     most = len(ids) - 1 if most is None else most
     return Wanted(root_key(scope), tuple(ids), most, matched, least, stateful)

@@ -110,7 +110,7 @@ class ShimmedProcess(ShimmedDisk):
         )
 
     def line(self) -> str:
-        """Returns the next line of its output; "" at its end."""
+        """Returns the next line of the program's output; "" at the end of the output."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().rstrip("\n")
 

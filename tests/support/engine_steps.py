@@ -58,8 +58,9 @@ def enter(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]
 def decode(engine: Engine, rows: Many[Sequence], steps: int = 1) -> list[SampledToken]:
     """Decodes until each row has `steps` more tokens; returns all generated tokens.
 
-    If the engine works ahead, the next pass over the rows that may continue stays in flight.
-    Sequences outside `rows` get their tokens of passes in flight. Raises the first SequenceFailed.
+    If the engine works ahead, one more pass stays in flight, over those of the rows that may
+    continue. Earlier passes in flight may contain other sequences, which get their tokens, too.
+    Raises the first SequenceFailed.
     """
     target = {seq: len(seq.ids) + steps for seq in rows}
     ahead = engine.limits.ahead
@@ -116,7 +117,10 @@ def drain(engine: Engine) -> list[SampledToken]:
 
 
 def _submit(engine: Engine, rows: Many[Sequence], ahead: int) -> list[SampledToken]:
-    """Submits a decode step; returns the tokens of a pass that had to be collected before."""
+    """Submits a decode step; then collects passes until at most `ahead` passes are in flight.
+
+    Returns the tokens of the collected passes.
+    """
     if rows:
         engine.submit(decode_spans(rows))
     drawn: list[SampledToken] = []

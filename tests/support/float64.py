@@ -90,7 +90,10 @@ def attention(
 
 
 def dequantised(weight: Any, scales: Any, biases: Any, group: int, bits: int) -> Any:
-    """Returns dequantised numbers, from float32: in bfloat16 MLX rounds intermediate results."""
+    """Returns the numbers of a quantised weight in float64.
+
+    MLX computes them in float32, because in bfloat16 it rounds intermediate results.
+    """
     import mlx.core as mx
 
     scales, biases = (array.astype(mx.float32) for array in (scales, biases))

@@ -41,7 +41,10 @@ def token(number: int, pos: int) -> int:
 
 
 def chunk(number: int, pos: int, count: int = 4, step: int = 2) -> Chunk:
-    """Returns output of job `number`: steps of `step` ids; the text of each id is `<pos>`."""
+    """Returns `count` ids of the output of job `number` from `pos` on, in steps of `step` ids.
+
+    The text of an id is its position, as `<7>`.
+    """
     texts = [f"<{pos + i}>" for i in range(count)]
     ends = [min(i + step, count) for i in range(0, count, step)]
     borders = tuple((end, len("".join(texts[:end]))) for end in ends)

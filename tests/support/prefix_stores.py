@@ -62,7 +62,7 @@ class ListStore:
     join_copies = True
 
     def __init__(self, stateful: bool = False, window: int = 0) -> None:
-        """A snapshot of up to `window` tokens can be cut back to any number of tokens."""
+        """`window`: a snapshot of at most this many tokens can be cut to any smaller number."""
         self.stateful = stateful
         self.nbytes = 0
         self.rows = 0  # rows that were made and not yet released

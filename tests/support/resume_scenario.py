@@ -33,7 +33,7 @@ def output_over_every_loss(command: Sequence[str]) -> str:
 def play_every_loss(broker: FakeBroker) -> None:
     """Loses in turn: the broker, the connection, a frame, the admission to the queue, all pongs.
 
-    A slow machine may lose more: resumes with fewer ids are skipped.
+    On a slow machine the client may lose more, and resume with fewer ids: such resumes are skipped.
     """
     request = broker.accept()
     broker.tokens(request, 0, 2, facts=FACTS)

@@ -410,8 +410,8 @@ def _code(text: KernelText, dtypes: Sequence[Any]) -> str:
 def _is_together(text: KernelText) -> bool:
     """Returns whether the thread blocks of a kernel wait for each other.
 
-    Raises RuntimeError if such blocks declare shared memory instead of requesting it: the simulated
-    blocks would share it.
+    Raises RuntimeError if such blocks declare shared memory in the source: all simulated blocks
+    would then use the same memory. They must request it at the launch.
     """
     source = _expanded(text.header + text.source, text.header)
     if TOGETHER not in source:

@@ -72,7 +72,10 @@ def table(title: str, rows: Iterable[tuple[str, Spent]], count: int) -> str:
 
 
 def by_folder(files: Mapping[str, Spent], folders: Iterable[str]) -> dict[str, Spent]:
-    """Returns the total cost of each folder; a file counts for its innermost folder, "" if none."""
+    """Returns the total cost of each folder.
+
+    A file counts only for the innermost of the folders that contain it, or for "" if none does.
+    """
     sums: dict[str, Spent] = {folder: Spent(tests=0) for folder in (*folders, "")}
     for file, spent in files.items():
         inside = (folder for folder in sums if f"{folder}/" in f"{file}/" and folder)

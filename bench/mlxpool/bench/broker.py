@@ -39,7 +39,8 @@ BATCHED = Flood(streams=16, rows=16, tokens=60_000)
 class Cost(Struct, frozen=True):
     """The cost of one round of token traffic, and the delays of its tokens.
 
-    `per_s`: tokens/s. `cpu_us`: processor time per token. `share`: used share of a core.
+    `per_s`: tokens/s. `cpu_us`: microseconds of processor time per token. `share`: processor time
+    as a fraction of the round's duration; 1 is one busy core.
     """
 
     per_s: float

@@ -389,10 +389,11 @@ def _shape(
 
 
 def _flags(parser: argparse.ArgumentParser, **flags: tuple[Any, str]) -> None:
-    """Adds a flag for each keyword; the keyword's value is the flag's default and help text.
+    """Adds a flag for each keyword, whose value is the pair of the flag's default and help text.
 
-    A flag has the type of its default. A list takes several values of the type of its first value;
-    an empty list takes integers.
+    The flag's value has the type of the default; a flag with the default False takes no value. If
+    the default is a list, the flag takes several values: of the type of the list's first value, or
+    integers if the list is empty.
     """
     for name, (default, text) in flags.items():
         flag = f"--{name.replace('_', '-')}"
@@ -487,7 +488,7 @@ def _save(figures: Figures, folder: Path) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises ValueError naming a count below 1, or another number below 0."""
+    """Raises ValueError for a flag whose count is below 1, or whose number is below 0."""
     for names, least in ((COUNTS, 1), (NUMBERS, 0)):
         for name in names:
             value = getattr(options, name, None)

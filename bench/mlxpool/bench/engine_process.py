@@ -1,4 +1,4 @@
-"""The engines that ours is compared with, each in its own process.
+"""Runs the engines that ours is compared with, each in its own process.
 
 They are mlx-lm, llama.cpp, and the engine of another checkout.
 """

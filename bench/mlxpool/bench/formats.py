@@ -67,8 +67,8 @@ class Bench:
     def tokens_per_second(self, rows: int, tokens: int, kind: str) -> float:
         """Measures tokens/s of a batch while all rows decode.
 
-        `kind` selects the rows that have a format. For ONE, only tokens of the rows without a
-        format are counted, and the result is scaled to all rows.
+        `kind` says which rows have a format: NONE, ALL or ONE. With ONE only the tokens of the
+        other rows are counted; the result is multiplied so that it counts for all rows.
         """
         batch, prompt = Batch(self._engine), self._text.encode(PROMPT)
         for number in range(rows):

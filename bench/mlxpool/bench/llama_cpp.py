@@ -50,7 +50,7 @@ class Rows:
         self._compute([(token, row) for row, token in enumerate(self._drawn)])
 
     def _compute(self, entries: Sequence[tuple[int, int]]) -> None:
-        """Appends tokens to rows; draws a token after the last token of each row."""
+        """Appends tokens, given as (token, row), and draws the next token of each of the rows."""
         batch, last = self._batch, {row: at for at, (_, row) in enumerate(entries)}
         batch.n_tokens = len(entries)
         for at, (token, row) in enumerate(entries):
@@ -66,7 +66,7 @@ class Rows:
 
 
 def main() -> None:
-    """Runs the process of `engine_process.of_llama_cpp`."""
+    """The program that `engine_process.of_llama_cpp` starts: times steps as step_server does."""
     answers, api = private_output(), import_module("llama_cpp")
     api.llama_backend_init()
     file = os.fsencode(sys.argv[1])

@@ -100,7 +100,7 @@ class MlxLm:
 def in_process(folder: Path, *, as_installed: bool = False) -> EngineProcess:
     """Starts mlx-lm in its own process, so that it shares no graphs and buffers with our engine.
 
-    `as_installed`: without preloaded OpenBLAS.
+    `as_installed`: mlx-lm runs without the OpenBLAS that our engine loads.
     """
     left_out = "LD_PRELOAD" if as_installed else ""
     environment = {key: value for key, value in os.environ.items() if key != left_out}

@@ -136,7 +136,7 @@ class GivenAcceptance:
     def accepted(
         self, sampled: SampledNumbers, seq: Sequence, row: int, drafts: Many[int]
     ) -> list[SampledToken]:
-        """Draws the number of accepted drafts, in place of `accepted_tokens`."""
+        """Replaces `accepted_tokens`: draws at random how many of the drafts are accepted."""
         wrong = (n for n in range(len(drafts)) if self._draw.random() >= self._chance)
         right = next(wrong, len(drafts))
         tokens = [*drafts[:right], max(0, sampled.tokens[row + right])]
@@ -258,7 +258,7 @@ def _speculator(
 
 
 def _note(streams: str, on: Way, off: Way) -> str:
-    """Returns a note on the results of drafts in all batches but the first."""
+    """Returns a note about all batches but the first: right drafts, tokens a step, equal ids."""
     pairs = zip(on.ids[1:], off.ids[1:], strict=True)
     same = [ids == other for pair in pairs for ids, other in zip(*pair, strict=True)]
     drafted = on.speculator.drafted if on.speculator else 0

@@ -91,7 +91,11 @@ def _width(column: Column, cells: Sequence[str]) -> int:
 
 
 def _least(column: Column, cells: Sequence[str], whole: int, detailed: bool) -> int:
-    """Returns a column's smallest width. `detailed`: a column of rank DETAIL is still shown."""
+    """Returns the smallest width to which a column may be shortened.
+
+    `detailed`: a column of rank DETAIL or more is still shown. As long as such a column can be left
+    out instead, a text keeps at least GOOD_TEXT characters, later at least MIN_TEXT.
+    """
     if column.shortens == "text":
         return min(whole, max(GOOD_TEXT if detailed else MIN_TEXT, len(column.name)))
     if column.shortens == "id":
@@ -102,10 +106,10 @@ def _least(column: Column, cells: Sequence[str], whole: int, detailed: bool) -> 
 def _shared(
     columns: Sequence[Column], natural: Sequence[int], least: Sequence[int], width: int
 ) -> list[int]:
-    """Returns the widths of columns, between `least` and `natural`.
+    """Returns the widths of columns, from `least` to `natural`, the width without shortening.
 
-    An id gets either its natural or its least width. Texts share the remaining width of the
-    terminal, the narrowest text first.
+    An id gets one of these two widths. Texts share the remaining width of the terminal, the
+    narrowest text first.
     """
     widths = list(least)
     left = width - _total(widths)

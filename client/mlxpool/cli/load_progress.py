@@ -141,7 +141,7 @@ class LoadProgress(Closing):
                     self._line.show(text)
 
     def close(self) -> None:
-        """Removes the progress line for good. The answer of the broker may still be outstanding."""
+        """Removes the progress line for good. Does not wait for an answer of the broker."""
         self._over.set()
         with self._writing:
             self._line.clear()

@@ -161,7 +161,7 @@ class Parser(argparse.ArgumentParser):
 def _unknown_choice(argument: str, word: str, known: str) -> str:
     """Returns the error message for an unknown word.
 
-    The arguments are parts of argparse's own message, as argparse has escaped them.
+    All arguments are cut out of the message that argparse has made.
     """
     words = re.findall(r"[\w.-]+", known)
     kind = KINDS.get(argument)

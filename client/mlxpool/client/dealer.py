@@ -68,7 +68,10 @@ class Dealer:
         self.flush()
 
     def send(self, parts: Sequence[bytes]) -> None:
-        """Sends a message after all unsent messages. A refused connection is replaced first."""
+        """Sends a message after all unsent messages.
+
+        If the broker has refused the handshake of the connection, first makes a new connection.
+        """
         if self.handshake.refusal:
             self.replace()
         self._unsent.append(parts)

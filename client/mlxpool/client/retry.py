@@ -66,7 +66,10 @@ def nth(seconds: tuple[float, ...], number: int) -> float:
 
 
 class SilenceTimer:
-    """A connection's clock, which stops if its thread stops, and the time since the last frame."""
+    """The clock of a connection, and the time of the last frame.
+
+    The clock stands still while the connection's thread is stopped.
+    """
 
     def __init__(self, pace: Pace, wall: float) -> None:
         """`wall` is the time of the monotonic clock, which goes on while this thread is stopped."""

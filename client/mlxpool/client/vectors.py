@@ -258,7 +258,10 @@ def _divided(
     texts: Sequence[Any],
     deadline_ms: int | None,
 ) -> list[Question[Vectors]]:
-    """Returns the calls for texts or pairs; each call has the number of its first input."""
+    """Returns the calls that send the texts or pairs.
+
+    Each call has the index of its first input in the whole request, which errors name.
+    """
     questions, first = [], 0
     for batch in _batches(texts):
         body, blobs = _packed(key, batch)

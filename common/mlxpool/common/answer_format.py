@@ -1,6 +1,6 @@
 """Checks of the option `format`, which constrains the text of an answer. Needs no grammar library.
 
-A format is a map with a type, and with the other key that KEYS has for this type.
+A format is a map with the key `type` and, for most types, one other key, see KEYS.
 """
 
 from __future__ import annotations

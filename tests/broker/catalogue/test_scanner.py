@@ -264,9 +264,9 @@ def test_copies_and_adapters_beside_the_weights_need_no_memory(tmp_path: Path) -
 
 
 def test_a_model_that_a_link_takes_from_elsewhere_has_its_own_location(tmp_path: Path) -> None:
-    """A model folder that links to files outside of `within` has no location.
+    """If a model folder links to files outside of `within`, its location is "".
 
-    Models of one location share workers, so an allowed name would otherwise serve a refused model.
+    Models of one location share workers: an allowed name would otherwise serve a refused model.
     """
     border, outside = tmp_path / "models", model_folder(tmp_path / "outside")
     inside = model_folder(border / "inside")

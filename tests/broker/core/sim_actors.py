@@ -39,7 +39,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """A completion: the first k token ids come with the first `cuts[k]` characters of `text`."""
+    """An expected completion: the first k token ids come with `cuts[k]` characters of `text`."""
 
     ids: bytes
     count: int
@@ -140,7 +140,7 @@ class Worker:
         self.runs[key] = Run(*key, expected, have, now + 0.1 + 0.02 * (self.count % 7), facts)
 
     def step(self, ids: int, now: float) -> bool:
-        """Runs one step of all runs. Returns whether sequences became free."""
+        """Runs one step of each run. Returns whether a run ended, and so freed its sequence."""
         self.count += 1
         rows = [Delta(r.id, r.run, r.pos, "", b"", end={"reason": "cancelled"}) for r in self.over]
         self.over.clear()

@@ -28,7 +28,7 @@ def test_a_replica_that_cannot_load_ends_no_stream_of_another_worker() -> None:
 
 
 def test_a_model_that_grew_beyond_the_limit_can_still_be_started() -> None:
-    """The model's measured bytes exceed the limit only because they include the KV cache."""
+    """The model's bytes exceed the limit only because they include its last worker's KV cache."""
     story = Story(memory=1000, needs={"m": 100})
     worker, request = story.running()
     story.do(make.beat(worker.epoch, {"memory": {"active": 5000}}))

@@ -239,7 +239,7 @@ def test_a_beat_is_answered_and_kept(story: Story) -> None:
 
 
 def everything_at_once(story: Story) -> tuple[FakeWorker, dict[str, bytes]]:
-    """Makes a stream, an assigned request, a queued request and two calls."""
+    """Makes a stream with tokens, a request that a worker has got, a queued request and a call."""
     worker = story.ready_worker(sequences=2)
     streaming = story.generate(link=1)
     worker.tokens(streaming, 2)

@@ -21,7 +21,10 @@ def bob(story: Story, **body: Any) -> bytes:
 
 
 def flooded(places: int = 4, more: int = 2) -> tuple[Story, FakeWorker, list[bytes]]:
-    """Makes a worker that one owner's streams fill, each with one token; more streams wait."""
+    """Makes a worker with `places` sequences, all used by streams of one owner with one token each.
+
+    `more` further streams of this owner wait.
+    """
     story = Story()
     worker = story.ready_worker(sequences=places)
     requests = [story.generate() for _ in range(places + more)]
@@ -129,7 +132,10 @@ def test_a_place_that_nobody_wants_any_more_is_for_all() -> None:
 
 
 def test_places_are_taken_where_the_request_may_run() -> None:
-    """Two choices wait for the worker that runs their group: only its runs are preempted."""
+    """Two choices wait for the worker that runs another choice of their group.
+
+    Only runs of this worker are preempted.
+    """
     story = Story({"m": model(replicas=2)})
     first, second = (story.ready_worker("m", 4, replica=n) for n in (0, 1))
     held = bob(story, choice={"group": "g", "index": 0, "of": 3})

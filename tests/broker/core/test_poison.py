@@ -77,7 +77,7 @@ def test_a_charge_of_one_is_retried_alone(story: Story) -> None:
 def test_a_solo_retry_gets_its_worker_though_others_come_and_go() -> None:
     """A request that may have crashed its worker is retried alone.
 
-    One worker gets no other requests until then; the other worker serves them.
+    Until this retry, one worker gets no other requests; the other worker serves them.
     """
     story = Story({"m": model(replicas=2)})
     first = story.ready_worker(sequences=2)
@@ -173,7 +173,10 @@ def test_a_cleared_request_counts_no_resume_without_progress(story: Story) -> No
 
 
 def test_a_request_that_runs_alone_may_be_resumed_more_often(story: Story) -> None:
-    """If other programs kill its worker, such a request is resumed more often, up to a bound."""
+    """A request that runs alone, as it may have crashed a worker, gets more resumes than others.
+
+    Other programs kill its workers here. The number of resumes still has a bound.
+    """
     worker, (bad, other) = company(story, 2)
     worker.die("killed by SIGSEGV", own=True, prefill=bad)
     story.cancel(other)

@@ -416,7 +416,7 @@ class Pool(RuleBasedStateMachine):
             self.check_lease(request)
 
     def check_lease(self, request: Request) -> None:
-        """Checks that a request is in its queue exactly while QUEUED; otherwise a worker has it."""
+        """Checks that a request is in its model's queue while QUEUED, otherwise in a worker."""
         queue = self.story.model(request.message.model).queue
         worker = self.story.core.state.leaseholder(request)
         queued = request.state is RequestState.QUEUED

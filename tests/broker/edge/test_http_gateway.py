@@ -19,7 +19,7 @@ CONFIG = PoolConfig(
 class FakeProcess:
     """A fake gateway process.
 
-    `news` is the next number of heartbeats, or None if the process has ended.
+    `news`: the number of heartbeats that the next poll returns; None if the process has ended.
     """
 
     url = "http://127.0.0.1:1"

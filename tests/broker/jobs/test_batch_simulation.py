@@ -1,9 +1,9 @@
 """Random histories of batches: late commits, deaths of workers and brokers, lost stores, cancels.
 
 In every history each line of an accepted batch becomes one job or one failed line. Each job ends
-once, with the ids of an undisturbed run; a call ends with the complete answer of a single run. Here
-every run of a call answers differently. The counts of a batch match its jobs, and a program that
-follows the batch sees its end.
+once, with the ids of an undisturbed run. A job that is a call, such as `embed`, ends with the whole
+answer of one run: to check this, each run of a call gets a different answer here. The counts of a
+batch match its jobs, and a program that follows the batch sees its end.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def test_a_kill_from_outside_costs_nothing(story: JobStory) -> None:
 def test_a_broker_that_ends_before_the_commit_has_it_computed_again(
     story: JobStory, committed: bool
 ) -> None:
-    """Without a commit of the first answer, the next broker has the call computed again."""
+    """If a broker ends before the first answer is committed, the next broker repeats the call."""
     worker, ident = begun(story)
     answer(worker, ident, b"first---")
     story.drain()

@@ -37,7 +37,10 @@ def running_alone(priority: int = 0) -> tuple[JobStory, JobView, FakeWorker]:
 
 
 def tokens(story: JobStory, worker: FakeWorker, job: JobView, count: int) -> None:
-    """Lets the worker make tokens of the job until it is cancelled; confirms the cancel."""
+    """Lets the worker make up to `count` tokens of the job, fewer if the job is cancelled.
+
+    Confirms the cancel.
+    """
     for _ in range(count):
         if any(id == job.id for id, _ in worker.cancelled):
             break

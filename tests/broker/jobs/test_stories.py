@@ -557,7 +557,10 @@ def test_a_job_that_ends_the_broker_runs_alone_and_is_dead_in_the_end() -> None:
 
 
 def blamed_story(*keys: str) -> JobStory:
-    """Makes a simulation in which three brokers ended, each after it started the jobs `keys`."""
+    """Makes a simulation in which three brokers ended, each after it had started the jobs `keys`.
+
+    The jobs are therefore suspected to have ended the brokers.
+    """
     story = JobStory()
     for key in keys or ("bad",):
         story.submit(key)
@@ -737,7 +740,10 @@ def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
 
 
 def test_a_job_that_waits_for_a_place_alone_does_not_hold_up_streams() -> None:
-    """The job waits because streams use all sequences; after SUSPECT_WAIT it is in their queue."""
+    """A suspected job waits while streams use all sequences.
+
+    After SUSPECT_WAIT it waits in the same queue as the streams, so both it and a stream get one.
+    """
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     streams = [story.generate(owner="uid:2", link=2) for _ in range(2)]
@@ -949,7 +955,10 @@ def test_a_lost_store_ends_runs_and_what_was_durable_goes_on_later() -> None:
 
 
 def test_an_end_that_is_committed_as_the_store_is_lost_reaches_readers() -> None:
-    """The end is committed, but the manager learns first that the store is lost."""
+    """The store commits the end, but the manager first learns that the store is lost.
+
+    The reader gets the end once the store is open again.
+    """
     story = JobStory()
     worker, job = started(story)
     reading = story.fetch("a")
@@ -993,7 +1002,10 @@ def test_idle_jobs_run_when_nothing_waits_and_give_way_to_others() -> None:
 
 
 def test_output_of_an_idle_job_that_has_given_way_costs_no_other_job_an_id() -> None:
-    """The late output of a preempted run comes in the same event as output of another job."""
+    """Late output of a preempted run comes in one event with output of another job.
+
+    The other job still gets all its ids.
+    """
     story = JobStory()
     worker, idle = started(story, sequences=2, priority=-1)
     story.submit("b", prompt="b")

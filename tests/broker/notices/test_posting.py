@@ -155,7 +155,10 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left() -> None:
 
 
 def left_unanswered(port: int) -> None:
-    """Asserts that a post, or on a busy machine a second one, gives up without an answer."""
+    """Asserts that a post gives up because no answer comes in time.
+
+    On a busy machine even the connection may take too long: then a longer time limit is tried.
+    """
     unconnected = f"no connection to http://127.0.0.1:{port} in"
     for seconds in (0.8, 8.0, 80.0):
         outcome = post(port, timeout=seconds)

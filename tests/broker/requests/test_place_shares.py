@@ -105,7 +105,7 @@ def test_nobody_at_or_below_an_equal_share_gives_up_a_place(
 ) -> None:
     """Only owners above an equal share give up sequences.
 
-    Afterwards no waiting owner has two or more sequences fewer than another owner.
+    Afterwards no waiting owner has fewer sequences than another owner by two or more.
     """
     held = [run for n, count in enumerate(held_of) for run in runs(f"{n}", count, first=20 * n)]
     wanted = [want for n, count in enumerate(wanted_of) for want in waits(f"{n}", count)]

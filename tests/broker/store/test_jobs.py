@@ -161,7 +161,7 @@ def test_one_owner_cannot_fill_the_store_for_others(store: OpenedStore, kind: st
         )
 
     def fill(owner: str, numbers: range) -> int:
-        """Submits jobs until one is refused. Returns the number of jobs taken."""
+        """Submits jobs until the store refuses one. Returns the number of accepted jobs."""
         for count, number in enumerate(numbers):
             result = add(number, owner)
             if isinstance(result, Refused):

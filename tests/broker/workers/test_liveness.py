@@ -22,7 +22,11 @@ SECOND = 10**9
 
 
 def watched(looks: list[tuple[float, Sample]], beats: bool = True, tick: float = 1.0) -> Watch:
-    """Returns a watch that observed these samples, each at its time, with or without heartbeats."""
+    """Returns a watch that observed these samples, each at its time in seconds.
+
+    `beats`: a heartbeat came with each sample; otherwise the last heartbeat came at 1 s. `tick`:
+    the usual seconds between two samples.
+    """
     watch = Watch()
     for at, sample in looks:
         watch.observe(sample, at if beats else 1.0, at, tick)

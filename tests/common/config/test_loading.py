@@ -265,7 +265,10 @@ public = "short"
 
 
 def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
-    """Each error is reported as if it were the only one, and none is a mere consequence."""
+    """Each wrong setting is reported as if it were the only one.
+
+    No error is reported that only follows from another error.
+    """
     file.write_text(SEVERAL)
     with pytest.raises(ConfigError) as caught:
         load(file)

@@ -152,7 +152,7 @@ def bend(parts: list[bytes], rng: random.Random) -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_messages_raise_pool_errors_alone(seed: int) -> None:
-    """Each mutated message is decoded or raises PoolError; the test has both outcomes."""
+    """Each mutated message is decoded or raises PoolError; both occur in the test."""
     rng, legal = random.Random(seed), corpus()
     seen = {"garbage": 0}
     for number in range(MUTATIONS // 4):

@@ -1,8 +1,8 @@
 """Longer waits for a broker in processes that tests start, because a machine may be busy.
 
 Users get an error after 2 or 5 seconds without an answer of a broker. Python imports this module if
-its folder is on the path (tests/conftest.py). It changes each module below when that module is
-imported. A test without an answering broker sets TESTS_PATIENCE, in seconds.
+its folder is on the path (tests/conftest.py). When a module that is named below is imported, this
+module changes its waits. A test without an answering broker sets TESTS_PATIENCE, in seconds.
 """
 
 from __future__ import annotations

@@ -119,8 +119,9 @@ def rows(
 def _notes(samples_of: Mapping[str, Sequence[Sequence[Sample]]]) -> Iterator[str]:
     """Yields notes about the requests and tokens of each contestant.
 
-    One note has the number of failed requests. Another tells that each event of a stream counts as
-    one token, or how many tokens a piece of a stream has.
+    One note has the number of failed requests. Another says that each event of a stream counts as
+    one token, if the server reports no usage, or else how many tokens a piece of a stream has, if
+    this is more than one.
     """
     for name, loads in samples_of.items():
         samples = [sample for load in loads for sample in load]

@@ -227,7 +227,7 @@ def _pieces(prompt: tuple[Segment, ...]) -> PromptPieces:
 
 @cache
 def _message(segment: Segment) -> dict[str, str]:
-    """Returns a chat message that the broker estimates as the tokens of `segment`.
+    """Returns a chat message for a segment, for which the broker estimates its number of tokens.
 
     Equal segments have equal messages.
     """

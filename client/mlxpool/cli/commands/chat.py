@@ -102,7 +102,7 @@ class Conversation(Struct, eq=False):
         return messages
 
     def keep(self, text: str, answer: str) -> None:
-        """Adds the user's text and the answer; a cancelled answer is the part that was shown."""
+        """Adds the user's text and the answer: if it was cancelled, the part that was shown."""
         self.turns.append(self._user_message(text))
         self.turns.append({"role": "assistant", "content": answer})
         self.attached.clear()
@@ -313,7 +313,10 @@ def typed_line(prompt: str) -> str | None:
 
 
 def read_line(prompt: str) -> str | None:
-    """Returns a line of standard input without its line end; None at the end. Raises ValueError."""
+    """Returns a line of standard input without its line end; None at the end.
+
+    Raises ValueError if the line is not UTF-8.
+    """
     line = sys.stdin.buffer.readline()
     return decode_utf8(line).rstrip("\r\n") if line else None
 

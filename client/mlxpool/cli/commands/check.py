@@ -142,7 +142,7 @@ def _model_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _encoder_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the table rows for models that embed, rerank or classify; other models lack them."""
+    """Returns the table rows that only models that embed, rerank or classify have."""
     rows = [("dimensions", f"{model['dimensions']:,}")] if model.get("dimensions") else []
     for key in ("prompts", "labels"):
         if model.get(key):

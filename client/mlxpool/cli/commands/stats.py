@@ -143,7 +143,10 @@ def _counter_row(
 
 
 def _means(now: Answer, values: dict[str, Any], width: int, paint: Paint) -> Iterator[str]:
-    """Yields lines with the mean times of ended requests; removes the summed times of `values`."""
+    """Yields lines with the mean times of ended requests.
+
+    Removes the summed times from `values`, so that they are not shown as well.
+    """
     counts, sums = now.get("requests", {}), now.get("seconds", {})
     ended = sum(counts.get(key, 0) for key in ("done", "failed", "cancelled"))
     for key in MEANS:

@@ -118,7 +118,10 @@ class Client(JobMethods):
         images: Sequence[Image] = (),
         **options: Unpack[GenerateOptions],
     ) -> Result:
-        """Returns a whole completion; takes the arguments of `stream`, and raises its error."""
+        """Returns a whole completion; takes the arguments of `stream`.
+
+        Raises the errors of `stream`, and any error that ends the completion.
+        """
         draft = generate(model, prompt, messages, tokens, options, images)
         with Stream(self._connection, draft) as stream:
             return stream.read()
@@ -175,9 +178,9 @@ class Client(JobMethods):
         """Loads a model, and keeps it loaded for this number of seconds after its last work.
 
         0 unloads it as soon as it is idle; a negative number keeps it loaded without end. The time
-        is valid for all clients, until the model is unloaded or `keep` is called again. Returns the
-        time that the pool's settings permit, in seconds. Raises UnknownModel, and the error of an
-        unavailable model.
+        applies to the work of all clients, until the model is unloaded or `keep` is called again.
+        Returns the time that now applies, in seconds: the pool's settings may limit it. Raises
+        UnknownModel, and the error of an unavailable model.
         """
         return self._caller.call(keep(model, seconds))
 

@@ -76,12 +76,13 @@ class JobMethods(Closing):
 
         The job may be waiting, running or done; several readers may read it. The stream survives
         the loss of its connection or broker. The end of the stream does not cancel the job. If
-        `start` is above 0, pass `gen`, the generation of the ids before it (`Job.gen`):
-        JobRestarted is raised if the job restarted because its model has changed. The first delta
-        may begin before `start`, at the beginning of a step. With `steps`, each delta also has a
-        field `steps`: one pair (ids, characters) for each step of the model, counted from the start
-        of the delta to the end of the step. A pair (0, 0) marks a retry of the job after an error.
-        The reader raises the errors of the job, and UnknownJob if there is no such job.
+        `start` is above 0, pass the `gen` (`Job.gen`, `Stream.gen`) with which the ids before it
+        were read: JobRestarted is raised if the job has begun anew since then, because its model
+        has changed. The first delta may begin before `start`, at the beginning of a step. With
+        `steps`, each delta also has a field `steps`: one pair (ids, characters) for each step of
+        the model, counted from the start of the delta to the end of the step. A pair (0, 0) marks a
+        retry of the job after an error. The reader raises the errors of the job, and UnknownJob if
+        there is no such job.
         """
         return Stream(self._connection, jobs.fetch(job, start, gen, steps))
 

@@ -33,7 +33,8 @@ class Stream(Closing):
     def gen(self) -> int | None:
         """The generation of the job that the stream reads; None if it is unknown.
 
-        It is known once the broker has answered, and only if the stream reads a job.
+        It is the number of times that the job began anew because its model had changed. It is known
+        once the broker has answered, and only if the stream reads a job.
         """
         return self._open.state.gen
 

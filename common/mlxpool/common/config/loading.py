@@ -330,7 +330,7 @@ def _bad_endpoints(values: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def _bad_admin_token(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yields the problem of an operator token if no status page is on the loopback interface."""
+    """Yields a problem if there is an operator token without a status page on the loopback."""
     if values.get("metrics_admin_token") is None:
         return
     address = values.get("metrics", "")

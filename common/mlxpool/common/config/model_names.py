@@ -43,8 +43,8 @@ def scan(models_dir: Path) -> dict[str, Path]:
     """Returns the models in a folder: each NAME or OWNER/NAME with a config.json or a GGUF file.
 
     Opens no file. Leaves out hidden folders, folders that cannot be opened, wrong names, and all
-    models after the first MAX_SCANNED. Follows a link once. The load of a model refuses a link that
-    leads out of `models_dir`.
+    models after the first MAX_SCANNED. Follows links; if a link leads out of `models_dir`, the load
+    of its model is refused later.
     """
     return dict(sorted(_scan(models_dir, "", SCAN_DEPTH).items())[:MAX_SCANNED])
 

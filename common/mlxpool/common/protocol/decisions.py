@@ -90,9 +90,10 @@ class Question(Struct, frozen=True):
 class DecideCall(Struct, frozen=True):
     """A worker's view of the call `decide`: questions about one text.
 
-    `temperature` divides the log-probabilities of the labels. `first` is the number of the first
-    question in errors; it is above 0 if a request was split into calls. `alone` is True if the call
-    may have crashed a worker; the worker then reads its questions one by one.
+    `temperature` divides the log-probabilities of the labels. `first` is the number that errors
+    give to the first question; it is above 0 if the client has split a request into several calls.
+    `alone` is True if the call may have crashed a worker; the worker then reads its questions one
+    by one.
     """
 
     prompt: str

@@ -69,7 +69,10 @@ def size_of(delta: Delta) -> int:
 
 
 def count_of_report(delta: Delta) -> int:
-    """Returns the number of prompt tokens that a delta reports: log-probabilities without ids."""
+    """Returns the number of prompt tokens that a delta reports.
+
+    A delta reports prompt tokens if it has log-probabilities but no ids.
+    """
     return 0 if delta.ids or not delta.logprobs else len(delta.logprobs)
 
 

@@ -43,9 +43,10 @@ class EncoderCall(Struct, frozen=True):
     with the special ids. With `truncate` a too long input loses its end; otherwise it is refused.
     `prompt_name` chooses a prompt of the model; `prompt` is a text in its place. `dimensions` is
     the number of dimensions to which a vector of `embed` is cut; 0 keeps all. `normalise` scales
-    vectors to the length 1; if it is None, the model's setting decides. `first` is the number of
-    the first input in errors; it is above 0 if a request was split into calls. `alone` is True if
-    the call may have crashed a worker; it is then computed without other calls.
+    vectors to the length 1; if it is None, the model's setting decides. `first` is the number that
+    errors give to the first input; it is above 0 if the client has split a request into several
+    calls. `alone` is True if the call may have crashed a worker; it is then computed without other
+    calls.
     """
 
     task: Task

@@ -20,10 +20,10 @@ ANSWERS = frozenset({TOKENS, VECTORS, DECISIONS})  # the kinds of a `CallAnswer`
 
 
 class Hello(Content, Struct, frozen=True):
-    """A worker introduces itself. `slot` is "" if it connects by itself and asks for a slot.
+    """A worker introduces itself.
 
-    `token` is the newest token that the broker sent to this worker. `start_time` is in seconds
-    since 1970.
+    `slot` is "" if the broker did not start the worker, which then asks for a slot. `token` is the
+    newest token that the broker sent to this worker. `start_time` is in seconds since 1970.
     """
 
     kind: ClassVar[str] = "hello"

@@ -201,9 +201,10 @@ class Failed(Content, Struct, frozen=True):
 
 
 class Fate(Content, Struct, frozen=True):
-    """Answer to `cancel`: the state of the request before the cancel, and the number of sent ids.
+    """Answer to `cancel`.
 
-    `pos` is the number of sent ids.
+    `state` is the state of the request before the cancel; `pos` is the number of ids that were
+    sent.
     """
 
     kind: ClassVar[str] = "fate"

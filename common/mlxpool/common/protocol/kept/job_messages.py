@@ -221,7 +221,8 @@ class Fetch(Content, Struct, frozen=True):
     """Reads a job's token ids from index `start` on, and also the ids that the job makes later.
 
     The header's id identifies this reading. The reading has a `window` as a stream has, and the
-    client acknowledges the ids that it gets. `gen` is the generation of the ids before `start`;
+    client acknowledges the ids that it gets. `gen` is the job's generation to which the ids before
+    `start` belong: the number of times that the job had begun anew because its model had changed.
     None means the newest generation.
     """
 
