@@ -98,9 +98,10 @@ def _queries_per_part(length: int, heads: int) -> int:
 
 
 def pairs_in_memory(shape: RowShape, pairs: int) -> int:
-    """Returns how many scores are in memory together at most.
+    """Returns the most scores that are in memory at one time.
 
-    `pairs`: the pairs of a query and a key in the step. On a CPU a long step is computed in parts.
+    `pairs`: how many pairs of a query and a key a step has. On a CPU the attention of a long step
+    is computed in parts.
     """
     if on_gpu() or any(isinstance(cache, LatentSpec) for cache in shape.caches):
         return pairs  # keys and values expanded from a latent cache grow with the tokens

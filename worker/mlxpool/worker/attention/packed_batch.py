@@ -48,7 +48,8 @@ class PackedBatch(RotateThenAttend):
 
     `windows`: for each layer the number of tokens that a token sees to each side, itself included;
     0: it sees all tokens. `causal`: a token sees no later tokens. The last `padding` tokens of each
-    text see the other tokens but not each other; the other tokens see all.
+    text are padding: they see the text's other tokens, but not each other. The other tokens see all
+    tokens of the text.
     """
 
     def __init__(

@@ -75,7 +75,8 @@ class RowShape(Struct, frozen=True):
         """Returns the most memory, in bytes, that dequantised numbers take at one time.
 
         `tokens`: the tokens of a layer that MLX's operations read together. MLX begins the next
-        reading before the previous reading's numbers are used and freed.
+        reading before the previous reading's numbers are used and freed, so the numbers of several
+        readings are in memory.
         """
         if not self.quantised:
             return 0

@@ -111,7 +111,7 @@ class Flight(Struct, frozen=True):
 
 
 class PassTimes:
-    """Measures passes that end one after the other, and gives their times to the cost model."""
+    """Measures the times of passes, which end one after the other, for the cost model."""
 
     def __init__(self) -> None:
         self.cost = StepCost()

@@ -14,7 +14,7 @@ from mlxpool.worker.scheduling.sequence import Sequence
 
 
 class Inspection(Struct, frozen=True):
-    """The parts of an engine. A reader must not change the parts.
+    """The parts of an engine that tests read; tests must not change them.
 
     `layout` is a Layout, or for mlx-lm's rows an MlxLmLayout.
     """

@@ -262,7 +262,7 @@ class EngineMemory(Generic[L, R]):
         self.prefix.budget = min(self.prefix_bytes, max(0, left))
 
     def _measure_process(self) -> None:
-        """Lowers the capacity while the process uses more outside MLX than after the warm-up."""
+        """Lowers the capacity while memory outside MLX is larger than it was after the warm-up."""
         outside = device.non_mlx_bytes()
         if outside > self.budget.process:
             device.trim_heap()

@@ -34,7 +34,7 @@ class TokenDraws:
         self._last: tuple[list[Sequence], SamplingBatch] | None = None
 
     def forget(self) -> None:
-        """Drops the batch of the last draw: a sequence has left, or its arrays may be lost."""
+        """Drops the batch of the last draw; called if a sequence leaves or arrays may be lost."""
         self._last = None
 
     def draw(
@@ -177,6 +177,6 @@ def _parts(spans: Many[Span], most: int) -> Iterator[tuple[list[Span], int, int]
 
 
 def _position(span: Span) -> int:
-    """Returns the number, in the completion, of the token that a span's last input draws."""
+    """Returns the index (from 0) in the completion of the token that the last input draws."""
     seq = span.sequence
     return span.start + span.count + seq.discarded - len(seq.prompt)

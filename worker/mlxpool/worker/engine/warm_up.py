@@ -224,7 +224,7 @@ def choose_long_passes(
 
 
 def blocks_beside(parts: Parts, step: int) -> int:
-    """Returns the number of a pool's blocks if a step needs `step` bytes."""
+    """Returns how many blocks fit into a pool if a step needs `step` bytes beside the pool."""
     memory, before = parts.memory, parts.memory.budget
     memory.budget = replace(before, step=step + memory.layout.read_bytes)
     try:

@@ -112,10 +112,10 @@ def launch_bounds(threads: int, blocks: int) -> str:
 
 
 def source_text(name: str, inputs: Sequence[str]) -> str:
-    """Returns a short source that includes `name`.cu: MLX hashes a kernel's source in every step.
+    """Returns a short source that includes `name`.cu, because MLX hashes a source at each launch.
 
-    MLX passes only the shapes and strides that a kernel's source names. So the short source names
-    all shapes and strides that the file uses.
+    MLX passes to a kernel only the shapes and strides that its source names. So the short source
+    names all shapes and strides that the file uses.
     """
     text = (CUDA_FOLDER / f"{name}.cu").read_text(encoding="utf-8")
     words = (f"{each}_{kind}" for each in inputs for kind in ("shape", "strides"))

@@ -216,7 +216,7 @@ def _few_kernel(
 
 
 def _room(blocks: int) -> int:
-    """Returns the shared memory in bytes of each of `blocks` thread blocks of a multiprocessor."""
+    """Returns a thread block's bytes of shared memory if `blocks` blocks share a multiprocessor."""
     return SHARED_BYTES // blocks - BLOCK_BYTES
 
 

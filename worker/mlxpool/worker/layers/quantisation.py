@@ -85,7 +85,8 @@ class QuantConfig(Struct, frozen=True):
     """The layouts of a model's quantised modules.
 
     `named` has the layouts of single modules (None: not quantised); other modules have the
-    `default`. With `infer`, the shapes of tensors decide the layout of a module that has neither.
+    `default`. With `infer` and no `default`, the shapes of a module's tensors decide its layout if
+    it is not named.
     """
 
     default: QuantLayout | None = None

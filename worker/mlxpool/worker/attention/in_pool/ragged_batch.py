@@ -135,10 +135,10 @@ class RaggedBatch(WithoutImages):
         scores: ScoreParams,
         rope: Rope | None,
     ) -> mx.array:
-        """Rotates queries and keys, writes all keys and values of the layer, and attends.
+        """Rotates by `rope`, if given, writes all keys and values of the layer, and attends.
 
         If all spans are single lines, one kernel does all of this. Otherwise a first kernel rotates
-        and writes; attention uses the rotated queries that it returns, and so runs after the write.
+        and writes; the attention uses the queries that this kernel returns, so it runs after it.
         """
         pools, shape = self._pool.arrays[layer], self._pool.shape
         if shape.quantised:

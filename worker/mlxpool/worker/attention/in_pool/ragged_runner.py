@@ -445,9 +445,9 @@ class RaggedRunner:
     ) -> tuple[list[mx.array], list[mx.array]]:
         """Returns the results of a pass, and the last array of each part.
 
-        The results are logits [wanted, vocabulary]; or hidden states [wanted, d], then logits if
-        any span wants logits. Kept states follow: the states of the logits, or the states [T, d] of
-        all lines.
+        If no span gives hidden states, the result is logits [wanted, vocabulary]. Otherwise the
+        results are hidden states [wanted, d] and, if any span wants logits, its logits. Kept states
+        follow: the states of the logits, or the states [T, d] of all lines.
         """
         ids, arrays = shape.arrays(plan, self._memory)
         ids = known_tokens(ids, drawn)
