@@ -619,7 +619,7 @@ def judge(folder: Path, corpus: Corpus) -> dict[str, Any]:
 
 
 def sizes_from(config: dict[str, Any]) -> dict[str, int]:
-    """Returns the sizes in a config.json that options of this program can set."""
+    """Returns the sizes of a config.json, as far as this program has options for them."""
     return {"layers": config["num_hidden_layers"], "feed_forward": config["intermediate_size"]}
 
 

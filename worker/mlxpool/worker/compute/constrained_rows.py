@@ -33,9 +33,9 @@ class ConstrainedRows:
     def min_run(self) -> int:
         """Returns the least number of forced tokens that are appended together, without draws.
 
-        If passes are compiled for certain numbers of tokens, forced tokens can lead to larger
-        passes or other kernels. Then every row may lose more time than a row with a format gains.
-        In that case the result is NO_RUN, which no number of forced tokens reaches.
+        A pass that reads these tokens may be a larger compiled pass, or use other kernels. Then
+        every row may lose more time than the row with the format gains. In that case the result is
+        NO_RUN, which no number of forced tokens reaches.
         """
         rows, limits = len(self._generations), self._engine.limits
         everyone = self._generations.constrained_count == rows

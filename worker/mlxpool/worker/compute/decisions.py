@@ -222,8 +222,8 @@ class Decisions:
     def begin(self, room: int, *, apart: bool) -> None:
         """Begin at most `room` lines of calls; if no line runs, begin one line even without room.
 
-        `apart`: two rows cannot use the same cached text at the same time, so at most one line
-        runs.
+        `apart`: at most one line may run, because two rows cannot use the same cached text at the
+        same time.
         """
         most = 1 if apart else max(room + len(self._lines), 1)
         while len(self._lines) < most:

@@ -143,7 +143,7 @@ class DraftingRows:
         self._failures = 0  # consecutive failures of `drafts`
 
     def depths(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
-        """Returns the number of drafts for each sequence, by the tokens that are known so far."""
+        """Returns the number of drafts for each sequence, as far as its tokens are known now."""
         speculator = self.speculator
         if speculator is None or speculator.skips_next:
             return {}
@@ -191,7 +191,7 @@ class DraftingRows:
     def collected(
         self, step: Step, drafts: Drafts, drawn: Many[SampledToken], *, fresh: bool
     ) -> None:
-        """Counts the accepted drafts and the time of a step, before its tokens are appended.
+        """Counts the accepted drafts and the time of a step, before the step's tokens are appended.
 
         `fresh`: the step compiled something, so its time is not typical.
         """

@@ -136,7 +136,7 @@ class EncoderCalls:
                 self._waiting.move_to_end(owner)
 
     def _rest(self, call: EncoderCallState, room: int) -> Iterator[PassInput]:
-        """Yield further inputs of one call, while these have at most `room` tokens together."""
+        """Yield the next inputs of one call that have at most `room` tokens together."""
         while call.pending:
             size = len(call.message.inputs[call.pending[0]].ids)
             if size > room:

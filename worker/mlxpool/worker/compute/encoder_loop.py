@@ -50,7 +50,10 @@ class EncoderLoop:
         cpu_threads: CpuThreads,
         post: Callable[[Outbound], None],
     ) -> None:
-        """`post` sends a message to the main thread; `delta_queue` has the fence for messages."""
+        """`post` sends a message to the main thread.
+
+        `delta_queue` keeps the fence of the newest DropAll, for later messages, see StepDeltas.
+        """
         self._encoder = encoder
         encoder.report_compiles(progress.compiles)
         self._inbox = inbox

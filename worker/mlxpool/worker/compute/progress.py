@@ -128,9 +128,9 @@ class Progress:
     def compiles(self) -> None:
         """Record that something is compiled, which may take long, until the awaited pass ends.
 
-        The compilation is for the awaited pass, or for a pass that is built meanwhile. If no pass
-        is awaited, the compilation is for drafts. Then the record ends when the next pass is
-        awaited, or when the worker is idle.
+        The compilation is for the awaited pass, or for a pass that is built while it is awaited. If
+        no pass is awaited, the compilation is for drafts. Then the record ends when the next pass
+        is awaited, or when the worker is idle.
         """
         if not self._compiling:
             self._compiling = True

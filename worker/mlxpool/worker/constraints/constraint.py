@@ -79,9 +79,9 @@ class Constraint:
     ) -> None:
         """`tokens`: the size of llguidance's vocabulary.
 
-        `canonical`: llguidance knows the tokenizer's ids of a forced text. `small`: the grammar is
-        short, so texts are tokenised quickly. `numbers`: a new bound of the answer's JSON numbers;
-        None: no bound.
+        `canonical`: llguidance was given the tokenizer, so it knows the ids of a forced text.
+        `small`: the grammar is short, so texts are tokenised quickly. `numbers`: a new bound of the
+        answer's JSON numbers; None: no bound.
         """
         self.matcher = matcher  # mask_batch.py gives it tokens and reads its masks, too
         self.end_tokens = ends

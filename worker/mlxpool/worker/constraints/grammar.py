@@ -130,7 +130,7 @@ def _error_of(text: str) -> str:
 
 
 def _located(format: Mapping[str, Any], error: str) -> str:
-    """Returns the error message for a format that cannot be compiled; it names the faulty part."""
+    """Returns the error for a format that cannot be compiled, with the part that is at fault."""
     schema, what = format.get("schema"), ""
     if format["type"] == "lark":
         rule = rule_of(format["grammar"], error)

@@ -131,7 +131,7 @@ class Batch:
         return MadeMasks(self.table, self.filled.used, lines, failed)
 
     def found(self, place: int) -> Found:
-        """Returns the result for the constraint at index `place`.
+        """Returns the result for the constraint at index `place` of `constraints`.
 
         The result is a mask [1, words], the negative line of a row that needs no mask, or an error.
         A mask is valid only until the table is used again.

@@ -311,7 +311,7 @@ class Masks:
     def _made_by(
         self, made: Mapping[Batch | SingleMask, bool], constraints: Sequence[Constraint]
     ) -> Iterator[tuple[Constraint, Found]]:
-        """Yields the finished masks of constraints."""
+        """Yields those of these constraints whose masks are made, each with its mask."""
         places = {
             constraint: at
             for maker in made

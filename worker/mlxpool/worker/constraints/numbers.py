@@ -96,9 +96,10 @@ class NumberBound:
         return copy
 
     def limit(self, words: npt.NDArray[Any]) -> None:
-        """Removes digits from a mask [words] if the answer ends with a number of full length.
+        """Removes tokens from a mask [words] that would make the answer's last number too long.
 
-        Changes nothing inside of strings, or if the grammar allows only digits.
+        These are tokens that begin with a digit or, in an exponent, with several digits. Changes
+        nothing inside of strings, or if the grammar allows no other tokens.
         """
         if len(self._tail) < 2:
             return

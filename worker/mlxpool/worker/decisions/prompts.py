@@ -215,9 +215,9 @@ class Form(Struct, frozen=True):
 
 
 def worded(question: Question, *, chat: bool) -> str:
-    """Returns the text that follows the shared text; `chat`: a chat template follows it.
+    """Returns the text that asks a question, after the shared text; `chat`: for a chat template.
 
-    The question comes last, so that questions with the same labels share a prefix.
+    The question itself comes last, so that questions with the same labels share a prefix.
     """
     lines = [
         f"{letter}. {choice}"

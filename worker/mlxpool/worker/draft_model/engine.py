@@ -105,7 +105,7 @@ class DraftModelEngine:
         self._collect()
 
     def propose(self, spans: Many[Span], count: int) -> Mapping[Sequence, Many[SampledToken]]:
-        """Proposes `count` next tokens for the sequence of each span, in `count` passes.
+        """Proposes the next `count` tokens for the sequence of each span, in `count` passes.
 
         See DraftEngine.
         """

@@ -155,7 +155,8 @@ def _task(files: ModelFiles, config: Mapping[str, Any], wanted: str) -> Task:
 def _answers(files: ModelFiles, tokenizer: Tokenizer) -> Answers:
     """Returns the two token ids whose logits a reranker compares, for a match and for no match.
 
-    They come from the model's files, or are the tokens "yes" and "no".
+    The files of sentence-transformers name them; for models without these files they are "yes" and
+    "no".
     """
     if asks_a_question(files):
         return Answers(*answer_ids(files))

@@ -50,7 +50,7 @@ class Dense(Struct, frozen=True):
 
 
 class VectorSettings(Struct, frozen=True):
-    """The settings of pooling: an embedding model makes a vector of a text's hidden states.
+    """The settings by which an embedding model makes a vector of a text's hidden states.
 
     `poolings`: the vectors of several poolings are concatenated. `max_tokens`: the most tokens of a
     text; 0: the model's own bound.
@@ -68,7 +68,8 @@ class VectorSettings(Struct, frozen=True):
     def dimensions(self, hidden: int) -> int:
         """Returns the length of a vector.
 
-        Raises ModelLoadFailed if a dense layer has another number of inputs than it gets.
+        Raises ModelLoadFailed if a dense layer takes vectors of another length than the step before
+        it makes.
         """
         size = hidden * len(self.poolings)
         for dense in self.dense:
@@ -86,7 +87,7 @@ def has_modules(files: ModelFiles) -> bool:
 
 
 def asks_a_question(files: ModelFiles) -> bool:
-    """Returns whether the model is a language model that rates pairs by two tokens' logits."""
+    """Returns whether a language model rates pairs, by the logits of two possible answers."""
     return has_modules(files) and any(kind == LOGIT_SCORE for kind, _ in _listed(files))
 
 

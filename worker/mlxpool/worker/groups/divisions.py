@@ -144,7 +144,7 @@ class Part(Struct, frozen=True):
     """The part of a model that rank `rank` of `ranks` has.
 
     `folder` describes the model that the rank builds: the rank's heads and widths, with the whole
-    vocabulary and context. `cuts` has the divided weights.
+    vocabulary and context. `cuts`: the rank's part of each divided weight, by name.
     """
 
     rank: int

@@ -81,7 +81,7 @@ class Inputs(Struct, frozen=True):
     slots: tuple[int, ...]  # the indices of slot tokens among the ids
 
     def moved(self, place: int) -> int:
-        """Converts an index among the token ids to an index among the inputs."""
+        """Converts `place`, an index among the token ids, to an index among the inputs."""
         before = [span for slot, span in zip(self.slots, self.media, strict=True) if slot < place]
         return place + sum(span.count - 1 for span in before)
 

@@ -407,9 +407,10 @@ class MlxLmEngine:
 
 
 def _kinds_of(spans: Many[Span]) -> set[tuple[int, int]]:
-    """Returns size classes, in powers of two, of the spans and of the number of sampled rows.
+    """Returns the size classes of the spans, and of the number of rows that draw tokens.
 
-    There are only a few classes, because kernels are compiled for each class.
+    A class is a power of two. There are only a few classes, because kernels are compiled for each
+    class.
     """
     kinds = {((span.count - 1).bit_length(), 0) for span in spans}
     kinds.add((0, sum([span.draws for span in spans]).bit_length()))

@@ -144,7 +144,11 @@ class Tree(Generic[E, S]):
         return upper
 
     def merge_or_drop(self, node: Node[E, S]) -> None:
-        """If `node` is not needed, merges it with its only child or drops it."""
+        """Removes a node that is not needed any more.
+
+        A node without readers is merged into its only child, unless it is a restore point. A leaf
+        without readers is dropped if no row can be restored from it, because it lacks a snapshot.
+        """
         if node.readers:
             return
         if node.parent is None:

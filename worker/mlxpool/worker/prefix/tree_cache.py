@@ -218,7 +218,10 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         self._leave(node)
 
     def _free(self, needed: int) -> bool:
-        """Evicts least recently used entries until `needed` bytes fit; returns whether they fit."""
+        """Evicts least recently used entries until the budget has room for `needed` bytes.
+
+        Returns whether it has room.
+        """
         while (
             self._budget - self.nbytes < needed
             and (victim := self._tree.eviction_candidate()) is not None
@@ -313,7 +316,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     def _require_space(self, row: R, start: int, end: int, need_state: bool) -> int:
         """Evicts least recently used entries to make room for a KV row's tokens [start, end).
 
-        Returns the position up to which the tokens fit, or -1 if nothing fits.
+        Returns the position up to which there is room for the tokens, or -1 if there is none.
         """
         store = self._store
         state = store.state_bytes(row) if need_state else 0
@@ -338,7 +341,10 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     def _grow(
         self, row: R, tokens: tuple[int, ...], start: int, last: Node[E, S], need_state: bool
     ) -> Node[E, S]:
-        """Extends the tree below `last` by the tokens from `start` on; returns the last node."""
+        """Adds the tokens from `start` on below the node `last`, with a KV row's contents.
+
+        Returns the last node.
+        """
         pieces = self._made(start, len(tokens), lambda at, to: self._store.keep(row, at, to))
         try:
             state = self._store.keep_state(row) if need_state else None

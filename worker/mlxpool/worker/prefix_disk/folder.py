@@ -111,9 +111,9 @@ class ModelFolder:
             os.close(descriptor)
 
     def make_room(self, needed: int, spare: Path | None = None) -> bool:
-        """Deletes least recently used segments, but not `spare`, until `needed` bytes fit.
+        """Deletes least recently used segments, except `spare`, until there is room.
 
-        The caller holds the lock. Returns whether the bytes fit.
+        Returns whether there is room for `needed` bytes within `budget`. The caller holds the lock.
         """
         files = sorted(self.files(), key=lambda file: (file.used, file.path.name))
         total = sum(file.size for file in files)

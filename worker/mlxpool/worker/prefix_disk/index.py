@@ -103,7 +103,7 @@ class FolderIndex:
         self._written[kind, key] = path
 
     def discard(self, kind: Kind, key: bytes, error: Exception) -> None:
-        """Removes a record that is invalid or cannot be read, and counts it."""
+        """Removes a record that is invalid or cannot be read, and counts it as bad."""
         self._state.counters.bad += 1
         self.records.discard(kind, key)
         log.warning("a record of the prefix cache is bad", extra={"why": str(error)})

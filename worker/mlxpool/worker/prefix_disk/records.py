@@ -145,7 +145,10 @@ def block_key(parent: bytes, ids: bytes) -> bytes:
 
 
 def chain(root: bytes, ids: Sequence[int]) -> list[bytes]:
-    """Returns the keys of the whole blocks of inputs, in order."""
+    """Returns the key of each whole block of `ids`, in order.
+
+    A block has BLOCK_TOKENS inputs; an incomplete block at the end has no key.
+    """
     keys, key = [], root
     for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         key = block_key(key, packed(ids[start : start + BLOCK_TOKENS]))

@@ -41,7 +41,7 @@ ERROR_PAUSE = 30.0  # seconds without writes after the disk was full or failed
 
 
 class NamedArray(Struct, frozen=True):
-    """An array of a record in parts, which are joined along `axis`.
+    """An array of a record, in parts that are joined along `axis`.
 
     `dtype` is MLX's name. Items of bfloat16 are uint16 here, because NumPy lacks bfloat16.
     """

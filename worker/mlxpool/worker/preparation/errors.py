@@ -107,5 +107,8 @@ def error_of_exit(
 
 
 def ended_too_often(tries: int, code: int) -> BadRequest:
-    """Returns the error of a job that ended `tries` lane processes; `code`: the last exit code."""
+    """Returns the error of a job during which `tries` lane processes ended.
+
+    `code`: the last exit code.
+    """
     return BadRequest(f"preparing the request ended its process {tries} times, with code {code}")

@@ -219,7 +219,11 @@ class LaneService(threading.Thread):
             (self._short if waiting.size <= SHORT_TEXT else self._long).add(waiting)
 
     def _fill(self, now: float) -> None:
-        """Starts the next short job if none runs, and the next long job if none runs."""
+        """Starts waiting jobs, if lanes are free.
+
+        Starts jobs with images, the next short job if no short job runs, and the next long job if
+        no long text is being prepared.
+        """
         self._fill_with_images(now)
         running = self._running.values()
         while self._has_free_lane and all(busy.long for busy in running):

@@ -42,7 +42,10 @@ class Formats:
         self._compiler.submit(perform)
 
     def is_settled(self, again: Callable[[], None]) -> bool:
-        """Returns whether no vocabulary load is running; if one is, calls `again` at its end."""
+        """Returns whether no load of the vocabulary is running.
+
+        If one is running, calls `again` at its end.
+        """
         if self._loading is None or self._loading.is_set():
             return True
         self._compiler.submit(again)

@@ -58,7 +58,7 @@ class Silence(Struct):
         return self.since_dialled >= SILENCE_LIMIT
 
     def dialled(self) -> None:
-        """Gives the broker time to answer on a new connection."""
+        """Begins to count the silence on a new connection: the broker has time to answer."""
         self.since_dialled = 0.0
 
     def heard(self) -> None:
@@ -230,7 +230,10 @@ class Link:
                 log.warning("bad frame from the broker", extra={"why": str(error)})
 
     def next_wake(self, now: float) -> float:
-        """Returns the next time for `send_due_hello` or `flush`, in monotonic seconds."""
+        """Returns the time of the next hello, or of the next try to send frames.
+
+        The time is in monotonic seconds.
+        """
         return min(self._hello_due, now + SEND_RETRY_DELAY if self.unsent else NEVER)
 
     def close(self) -> None:

@@ -275,7 +275,7 @@ def _unseen(opened: Opened, work: Work, prompt: tuple[int, ...]) -> int:
 
 
 def _require_known_thoughts(opened: Opened, work: Work, prompt: Encoded) -> None:
-    """Raises BadRequest if it is not known where thoughts before an answer with a format end."""
+    """Raises BadRequest if it is not known where thoughts before a formatted answer end."""
     if not isinstance(work.prompt, ChatPrompt):
         return
     if answers_in_channels(opened):

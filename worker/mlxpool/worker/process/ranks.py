@@ -49,7 +49,10 @@ class RankProcess(threading.Thread):
         self._start_error: OSError | None = None
 
     def begin(self) -> None:
-        """Starts the thread, and waits until the thread has started the process. Raises OSError."""
+        """Starts the thread, and waits until the thread has started the rank's process.
+
+        Raises OSError if the process cannot be started.
+        """
         self.start()
         self._was_started.wait()
         if self._start_error is not None:

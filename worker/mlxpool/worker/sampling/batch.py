@@ -95,9 +95,10 @@ class SamplingBatch:
     """The sampling options and seeds of R batch rows; `size` is the size of the vocabulary.
 
     Arrays of options have the shape [R, 1], to broadcast over the vocabulary. `top_p_of_best`: some
-    row has a top-p and some row a top-k; top-p is cheap after a top-k. `top_p_of_all`: some row has
-    a top-p but no top-k. `scored` has for each row the tokens with requested log-probabilities.
-    `upload` makes device arrays of the options; the first pass that needs an array evaluates it.
+    row has a top-p and some row a top-k; after a top-k, top-p has only few logits to examine.
+    `top_p_of_all`: some row has a top-p but no top-k. `scored` has for each row the tokens with
+    requested log-probabilities. `upload` makes device arrays of the options; the first pass that
+    needs an array evaluates it.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class SamplingBatch:
 
     @cached_property
     def bias_arrays(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Row indices, tokens, and the biases to add to the logits of these tokens."""
+        """The biases that are added to logits, after the row index and the token of each."""
         lines, tokens, biases = zip(*self.biases, strict=True)
         rows, ids = self.upload(np.array([lines, tokens], dtype=np.int32))
         return rows, ids, self.upload(np.array(biases, dtype=np.float32))
@@ -236,7 +237,7 @@ def _heat(options: Options) -> float:
 
 
 def _top_k(options: Options, size: int) -> int:
-    """Returns the effective top-k; 0 if it filters nothing."""
+    """Returns the top-k of a row; 0 if it would filter nothing."""
     return options.top_k if options.temperature > 0 and options.top_k < size else 0
 
 

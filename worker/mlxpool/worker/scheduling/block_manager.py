@@ -35,7 +35,7 @@ class BlockMemory(Protocol):
         """
 
     def blocks_of(self, seq: Sequence) -> int:
-        """Returns how many blocks of a sequence's KV row are counted in `blocks_in_use`."""
+        """Returns how many blocks of a sequence's KV row the result of `blocks_in_use` includes."""
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         """Evicts prefix-cache entries to free `blocks` blocks; returns the number of freed blocks.

@@ -57,10 +57,10 @@ def shift_discard(tokens: int, context: int, keep: int) -> int:
 
 
 class ContextShift(Struct, frozen=True):
-    """The shifts of one stream: a full context of `context` tokens keeps its first `keep` tokens.
+    """The shifts of one stream: a shift keeps the first `keep` tokens of a full context.
 
-    A shift is due when the stream exceeds the context by one token. `media`: the images of the
-    stream; a shift removes or keeps each image as a whole.
+    `context`: the tokens of a full context. A shift is due when the stream exceeds the context by
+    one token. `media`: the images of the stream; a shift removes or keeps each image as a whole.
     """
 
     context: int

@@ -80,9 +80,9 @@ def schedule(
 
     Omits a sequence whose next input belongs to an image that is not encoded, see
     compute/image_jobs. `alone`: a prompt that failed before may be read now, in a step of its own;
-    otherwise the prompt waits while other sequences decode. `drafts`: the drafts that decode steps
-    of sequences check, with no pass in flight. `turns`: for each owner, the number of the last pass
-    that read a prompt of the owner.
+    otherwise the prompt waits while other sequences decode. `drafts`: the drafts of each sequence
+    that the step checks; they are possible only while no pass is in flight. `turns`: for each
+    owner, the number of the last pass that read a prompt of the owner.
     """
     rows, prompts, runs = _rows_and_prompts(live, limits, clip)
     prompts = _in_turn(prompts, turns)

@@ -52,9 +52,9 @@ class StreamTokens:
         """Finds the longest earlier run of tokens that equals the end of the stream.
 
         Returns the place after this run and the length of the match, from MIN_MATCH to MAX_MATCH;
-        (NOWHERE, 0) without a match. Among matches of the same length, or of at least LONGEST_RUN,
-        takes the newest match. After a match, searches only earlier places for a longer run, so
-        each place is examined once.
+        (NOWHERE, 0) without a match. Of several longest matches, and of all matches of at least
+        LONGEST_RUN tokens, takes the newest. After a match, searches only earlier places for a
+        longer run, so each place is examined once.
         """
         text = self._text
         size = len(text)

@@ -63,8 +63,8 @@ def _of_jinja_files(
 ) -> TemplateSources:
     """Returns the templates of Jinja files.
 
-    `settings`: templates of tokenizer_config.json. Only its default template is used, if `files`
-    lack a default.
+    `settings`: the templates of tokenizer_config.json. If `files` have no default template, the
+    default template of `settings` is added; its other templates are not used.
     """
     texts = {name: _read_text(file) for name, file in files.items()}
     notes = []

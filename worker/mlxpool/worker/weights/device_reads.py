@@ -29,7 +29,7 @@ THREADS = 8  # threads that read parts of a piece
 
 
 def supported(dtypes: set[str]) -> bool:
-    """Returns whether tensors of all these dtypes (safetensors' names) can be read here."""
+    """Returns whether this module can read tensors of all these dtypes (safetensors' names)."""
     return device.on_gpu() and dtypes <= DTYPES.keys() and downloads.works()
 
 

@@ -190,7 +190,7 @@ class _Matching:
             )
 
     def _counts(self, stored: Iterable[str]) -> str:
-        """Returns an error text if plan and weights have different numbers of layers, else ""."""
+        """Returns part of an error if plan and weights have unequal numbers of layers, else ""."""
         planned = _layers(self._plan.shapes)
         stored_layers = _layers(name for name in stored if not self._plan.ignored(name))
         if planned == stored_layers:

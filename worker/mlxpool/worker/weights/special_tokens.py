@@ -68,7 +68,10 @@ class _Tokenizer(Struct):
 
 
 def _vocabulary(file: Path) -> Mapping[str, Any]:
-    """Returns the parts of tokenizer.json that TokenIds reads; all parts of an unusual file."""
+    """Returns the parts of tokenizer.json that TokenIds reads.
+
+    Returns the whole content if these parts cannot be decoded alone.
+    """
     if not is_present(file):
         return {}
     with suppress(ModelLoadFailed, msgspec.DecodeError, RecursionError):
@@ -109,7 +112,10 @@ def texts_of(value: Any) -> list[str]:
 
 
 class TokenIds(Struct, frozen=True):
-    """The ids of a tokenizer's tokens by their texts: added tokens, and words of its vocabulary."""
+    """The ids of a tokenizer's tokens, by the texts of the tokens.
+
+    `added` has the added tokens, `words` the vocabulary.
+    """
 
     added: Mapping[str, int]
     words: Mapping[str, int]

@@ -3,8 +3,8 @@
 A row of a weight is divided into blocks. A block is converted to groups of 32 numbers q, each group
 with a scale and a bias: weight = scale * q + bias. If the groups of a type have 32 numbers, too,
 every number stays the same. Q6_K, Q3_K and Q2_K have groups of 16, which MLX lacks: their weights
-are rounded once more, to 8 bits. docs/models.md has measured results (with 6 bits, Q3_K's
-perplexity rose by 5 %).
+are rounded once more, to 8 bits. docs/models.md has measured results. When Q3_K was rounded to 6
+bits, its perplexity rose by 5 %.
 """
 
 from __future__ import annotations
