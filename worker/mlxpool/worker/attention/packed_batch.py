@@ -185,7 +185,10 @@ def _attend_part(
 
 
 def _parts(count: int, heads: int, length: int) -> Iterator[tuple[slice, slice]]:
-    """Yields texts and queries whose scores fit into memory: whole texts, or parts of a text."""
+    """Yields ranges of texts and of queries whose attention scores fit into memory together.
+
+    A pair of ranges stands for whole texts, or for some queries of one text.
+    """
     pairs = MAX_SCORES // heads if on_gpu() else MAX_CPU_PAIRS
     texts = max(pairs // length**2, 1)
     queries = length if length**2 <= pairs else max(pairs // length, 1)

@@ -183,8 +183,8 @@ class Engine(Protocol):
         Adds the number of a span's inputs to `seq.submitted`, and the number of tokens that it
         draws to `seq.awaited`. Returns True if the pass compiles something; its time is then not
         representative. If the pass fails, all sequences in flight lose their rows. Raises
-        ValueError for spans that the engine cannot compute: drafts of a sequence with a pass in
-        flight, drafts of a row that cannot be trimmed, hidden states.
+        ValueError for drafts of a sequence that has a pass in flight, for drafts of a row that
+        cannot be trimmed, and for hidden states, if the engine does not give them.
         """
 
     def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:

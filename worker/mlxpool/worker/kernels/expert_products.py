@@ -434,7 +434,7 @@ def quantised_experts(gate_up: mx.array, down: mx.array, packed: PackedFormat) -
 
 
 def of_packed(weights: PackedArrays, *, gated: bool, bias: mx.array | None = None) -> ExpertWeight:
-    """Returns an ExpertWeight of quantised weights in fragments."""
+    """Puts quantised weights into fragments, and returns them as an ExpertWeight."""
     return ExpertWeight(in_fragments(weights, gated=gated), bias, weights.packed)
 
 

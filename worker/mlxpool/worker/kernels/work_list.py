@@ -120,7 +120,7 @@ def work_items(spans: Spans, shape: TileShape, lines: int, capacity: int = 0) ->
 
 
 class WorkLists:
-    """Makes the work lists of steps of one TileShape.
+    """Makes the work lists of successive steps, all with the same TileShape.
 
     The choice of the parts takes most of the time. While the same sequences decode, the tiles keep
     their parts for some steps. Steps with chunks keep the Share of the previous step, or get the
