@@ -177,7 +177,10 @@ def test_the_id_of_an_image_is_refused_among_token_ids(
 
 @pytest.mark.parametrize("model", ["eyes", "grids", "crossed", "blind"])
 def test_a_prompt_that_is_kept_whole_is_never_cut(client: Client, model: str) -> None:
-    """A prompt that `num_keep` -1 keeps whole is refused instead of cut, also inside an image."""
+    """With `num_keep` -1 a prompt that exceeds the context is refused, and nothing of it is cut.
+
+    In one case the cut would be inside an image.
+    """
     asked = {**OPTIONS, "num_ctx": 12, "truncate": True, "num_keep": -1}
     prompt, images = "x [img-0] and what is it for you", FILES[:1]
     if model == "blind":

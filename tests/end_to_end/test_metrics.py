@@ -41,7 +41,7 @@ def get(base: str, path: str) -> tuple[int, str]:
 
 
 def series(base: str) -> dict[tuple[str, ...], float]:
-    """Returns every value, by name and label values."""
+    """Returns the values of /metrics; a key is the name followed by the values of the labels."""
     status, text = get(base, "/metrics")
     assert status == 200, text
     return {

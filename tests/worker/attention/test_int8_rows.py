@@ -132,7 +132,10 @@ def test_prefixes_are_kept_and_copied_as_they_are_stored(shape: RowShape) -> Non
 
 @pytest.mark.parametrize("layout", ["rows", "slabs"])
 def test_a_batch_attends_to_what_is_stored(layout: str) -> None:
-    """Single tokens of rows that decode together, and a chunk, attend as each row does alone."""
+    """A pass has rows that decode one token each, and a row that reads a chunk.
+
+    Each row attends as it does alone.
+    """
     slabs = Slabs(FULL, 2)
     lengths = [0, 5, 300, 600, 255]
     rows = [RowCache(FULL) if layout == "rows" else SlabRow(slabs) for _ in lengths]

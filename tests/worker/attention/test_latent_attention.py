@@ -145,7 +145,11 @@ def test_the_form_with_fewer_products_is_chosen(
 def test_a_long_chunk_never_holds_all_its_scores(
     length: int, way: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its activation memory is a few times MAX_SCORES plus the expanded keys and values."""
+    """The memory of a long chunk stays bounded, because its scores are computed in parts.
+
+    A part has at most MAX_SCORES scores. The chunk takes the bytes of a few parts, and of the
+    expanded keys and values.
+    """
     monkeypatch.setattr(dot_product, "MAX_SCORES", 2**16)
     opened = SMALL.heads * (SMALL.query + SMALL.value)
     expanded_bytes = length * (3 * opened if way else SMALL.latent) * FLOAT

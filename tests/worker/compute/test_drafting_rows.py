@@ -55,7 +55,10 @@ class BoundedEngine(ModelEngine):
 
 
 def test_forced_tokens_get_their_blocks_before_others_check_drafts() -> None:
-    """Passes in flight are collected before drafts, and their forced tokens begin a new block."""
+    """The passes in flight are collected before drafts are made.
+
+    Here they bring forced tokens, for which a row needs a new block before other rows check drafts.
+    """
     settings = EngineSettings(layout="slabs", lookahead=True, blocks=32, prefix="off")
     engine = BoundedEngine(load(demo()[0]), demo()[1], settings)
     answers = {bytes([name] * 16): [1] * 60 for name in (1, 2)}

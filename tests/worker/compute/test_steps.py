@@ -361,7 +361,10 @@ def test_a_prompt_that_fails_beside_others_is_read_again_alone_and_ends(
 
 @AT
 def test_a_step_fails_while_another_is_in_flight(at: str) -> None:
-    """Both steps lose their rows. Each prompt is read again alone; only the faulty prompt ends."""
+    """The rows of both steps are lost, and each prompt is read again alone.
+
+    Only the faulty prompt ends its request.
+    """
     scene = Scene(ahead=1)
     scene.engine.at, scene.engine.fails = at, reads(2)
     scene.admit(1, "p" * 18)

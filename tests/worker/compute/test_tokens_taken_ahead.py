@@ -49,7 +49,7 @@ def loaded() -> LoadedModel:
 def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Makes drawn tokens available early.
 
-    Yields a list that gets, for each call, the number of tokens taken ahead.
+    Yields a list that gets, for each call of `take_ahead`, the number of tokens taken ahead.
     """
 
     def drawn(engine: ModelEngine) -> list[SampledToken] | None:

@@ -120,7 +120,10 @@ def test_every_end_token_ends_an_answer_and_a_model_may_have_none() -> None:
 
 
 def test_the_tokenizer_of_forced_bytes_may_be_of_another_text() -> None:
-    """If a tokenizer begins each text with a space, the longest tokens are forced instead."""
+    """If the tokenizer begins each text with a space, its ids for a forced text are not used.
+
+    The longest tokens that give the text are forced instead.
+    """
     pieces = [b"a", b"b", b"ab", b" ab", b"c"]
     vocabulary = make_vocabulary(pieces, {}, [], lambda text: [3])
     format = {"type": "choice", "choices": ["abc"]}
@@ -206,7 +209,7 @@ BEHIND: list[dict[str, Any]] = [
 def test_masks_behind_drafts_are_those_of_single_tokens(
     format: dict[str, Any], had: int, count: int, seed: int, wrong: bool, thinks: bool
 ) -> None:
-    """`masks_behind` gives the masks of tokens taken one by one, and changes no constraint.
+    """`masks_behind` gives the masks of the tokens taken one by one, and changes no constraint.
 
     After a wrong draft no token is allowed.
     """

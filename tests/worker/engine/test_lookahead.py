@@ -117,7 +117,10 @@ def test_ends_cancels_and_preemptions_beside_passes_in_flight_change_no_token(
 def test_the_last_chunk_of_a_prompt_draws_its_first_token(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
-    """If the model has recurrent states, the last input of a prompt is read in its own step."""
+    """If the model has recurrent states, the last input of the prompt is read in a step of its own.
+
+    Otherwise the whole prompt is read in one step.
+    """
     engine, seq = model_engine(loaded, text, lookahead=False), sequence(0, 70, 3)
     steps = ScheduledSteps(engine)
     steps.admit(seq)
@@ -152,7 +155,7 @@ def test_a_pass_takes_its_inputs_from_the_pass_in_flight(
 def test_a_failed_pass_loses_all_rows_in_flight(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """The rows are also lost if the pass has ended, but the host lacks memory for its tokens."""
+    """The rows are also lost if the pass ended well, but the host lacks memory for its tokens."""
     engine = model_engine(loaded, text, lookahead=True, layout="rows")
     rows = [sequence(number, 20, 8) for number in range(3)]
     for seq in rows:

@@ -168,7 +168,10 @@ def test_many_sums_follow_each_other_without_the_host(*, by_lines: bool) -> None
 def test_any_row_of_operations_is_right(
     operations: list[tuple[str, int]], epoch: int, by_lines: bool
 ) -> None:
-    """Any sequence of operations is right from any epoch on; the ranks stay in step."""
+    """Any operations one after the other are right, and the ranks stay in step.
+
+    `epoch`: the number of sums that count as made before.
+    """
     group = SimulatedRanks(2, FEW, lines=by_lines)
     given = [parts(2, (lines, 64), mx.bfloat16, n) for n, (_, lines) in enumerate(operations)]
     outputs: list[list[Any]] = [[], []]

@@ -148,7 +148,11 @@ def quantised(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def drawn(engine: ModelEngine, called: set[str], *, fused: bool) -> list[list[SampledToken]]:
-    """Returns the tokens of three rows, and of a fourth row whose prefix is then in the cache."""
+    """Returns the tokens of three rows that decode together, and of a fourth row after them.
+
+    The prompt of the fourth row begins with that of the first row, which is then in the prefix
+    cache.
+    """
     options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
     rows = [Sequence(b"", 1, prompt, options, 11, STEPS) for prompt in PROMPTS]
     for seq in rows:

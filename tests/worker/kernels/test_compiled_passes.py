@@ -55,7 +55,10 @@ def test_a_call_that_failed_has_compiled_nothing() -> None:
 
 
 def test_a_call_whose_evaluation_failed_has_compiled_nothing() -> None:
-    """Evaluated kinds stay compiled; kinds evicted before the failure are ignored."""
+    """If the evaluation of a pass fails, its kinds count as not compiled; evaluated kinds stay.
+
+    A kind that was dropped before the failure is ignored.
+    """
     notices: list[None] = []
     passes = CompiledPasses(lambda x: 2 * x, lambda: notices.append(None), max_passes=2)
     mx.eval(passes("old", mx.ones(1)))

@@ -82,7 +82,7 @@ class Compiled:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Compiled], None]]:
-    """Stores the machine code of TEXT from a given compiler in the folder `cache`."""
+    """Yields a function that stores TEXT, compiled by a given compiler, in the folder `cache`."""
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "cache"))
     kernel_cache.build_key.cache_clear()
 
@@ -139,7 +139,11 @@ def stored(folder: Path) -> dict[str, bytes]:
 def test_mlx_is_given_a_short_text_with_the_same_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text has the same parameters and, if MLX compiles it, gives the same machine code."""
+    """MLX gets a short text, which includes the kernel's header and source from files.
+
+    It has the same parameters as the whole text and, if MLX compiles it, gives the same machine
+    code.
+    """
     text = replace(
         TEXT,
         header="// a header\n" * 1000,

@@ -81,7 +81,10 @@ def test_ids_that_the_format_does_not_allow_are_refused() -> None:
 
 
 def test_the_format_holds_behind_thoughts() -> None:
-    """The ids alone decide where the format begins, also if a resume begins inside the end mark."""
+    """The place where the format begins follows from the ids alone.
+
+    So it is right even if a resume begins inside the mark that ends the thoughts.
+    """
     ids = ids_of("Is it red? No:</think>")
     for count in range(len(ids) + 1):
         rule = admit(COLOURS, ids[:count], thinks=True).constraint

@@ -228,7 +228,10 @@ def test_where_steps_wait_for_drafts_a_search_looks_at_all_rows() -> None:
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_steps_without_drafts_are_measured_before_the_first_ones(rows: int) -> None:
-    """If passes are submitted ahead, the cost of drafts is relative to measured plain steps."""
+    """If passes are submitted ahead, the cost of drafts is measured relative to plain steps.
+
+    So some steps without drafts come first.
+    """
     scene = Scene(rows, 0.8, lambda checked, drafts: 0.8 * STEP, ahead=True)
     draft_counts = scene.run(60)
     assert not draft_counts[0] and max(draft_counts[:12]) >= 8

@@ -41,7 +41,7 @@ def test_plain_steps_are_those_measured_with_as_many_rows() -> None:
 
 
 def test_slow_steps_change_nothing_until_most_are_slow() -> None:
-    """This holds for steps with drafts and for steps without drafts."""
+    """A few slow steps do not change the predicted times of steps, with drafts or without."""
     times = StepTimes()
     for _ in range(NEWEST):
         times.observe(1, 0, 0.020)

@@ -176,7 +176,7 @@ class Seen:
 def four_cores(others: float) -> tuple[Fake, Seen, CpuThreads]:
     """Returns the thread control of a machine with four cores, and its fakes.
 
-    Other processes use `others` cores from the first sample on.
+    Other processes use `others` cores from the first measurement on.
     """
     fake = Fake(4)
     seen = Seen(fake)

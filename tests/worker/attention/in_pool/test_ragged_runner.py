@@ -124,7 +124,10 @@ def test_chunks_have_tiles_of_their_own_beside_rows_and_alone() -> None:
 
 
 def test_a_shape_whose_pass_failed_is_new_again() -> None:
-    """A shape counts as new again if its pass failed; shapes of evaluated passes stay known."""
+    """A shape whose pass failed counts as not yet compiled.
+
+    A shape of a pass that was evaluated before the failure still counts as compiled.
+    """
     runner, new = Passes().runner, Passes().store.new_row
     row: Any = new()
     known, other = [RowSpan(row, 1)], [RowSpan(row, 20)]
