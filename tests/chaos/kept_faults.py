@@ -53,7 +53,7 @@ if offset:
 
 
 class Faults:
-    """Causes random faults in a pool; each call returns when the hit processes run again."""
+    """Causes random faults in a pool; each call returns when the killed processes run again."""
 
     def __init__(
         self,

@@ -242,7 +242,7 @@ class KeptStorm:
                 reader.read_job(known)
 
     def _check_processes(self) -> None:
-        """Checks that the broker reports no inconsistency, and has not grown."""
+        """Checks that the broker reports no inconsistency, and has few open files."""
         assert self._pool.process is not None
         stats = self._pool.ask("stats")
         if stats["internal_errors"] or not stats["conserved"]:
@@ -253,7 +253,7 @@ class KeptStorm:
             self.truth.error(f"the broker has {files} files open")
 
     def _check_what_is_left(self) -> None:
-        """Checks that the store is consistent; no process, socket or strange file is left."""
+        """Checks that the store is consistent, and that no process or other file is left."""
         self.truth.wrong += until_none_left(self._pool.run_dir)
         if self._pool.run_dir.exists():
             self.truth.error(f"{self._pool.run_dir} is left")

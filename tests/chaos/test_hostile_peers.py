@@ -128,7 +128,7 @@ def test_an_invalid_handshake_is_disconnected(front_endpoint: tuple[Target, str]
 
 @pytest.mark.parametrize("size", [1, 100_000])
 def test_a_peer_cannot_take_over_an_identity(front_endpoint: tuple[Target, str], size: int) -> None:
-    """The second peer of an identity is ignored, and the first is served."""
+    """A second peer with the identity of a connected peer is ignored; the first is served."""
     target, endpoint = front_endpoint
     with RawZmtp(endpoint) as first, RawZmtp(endpoint) as second:
         for peer in (first, second):

@@ -71,7 +71,7 @@ def completes(client: Client) -> bool:
 
 
 def test_prompts_over_the_context_are_refused_unread(pool: Pool) -> None:
-    """200 prompts of 4 MiB end at once: nothing is tokenised, no memory is taken."""
+    """200 prompts of 4 MiB are refused: the worker reads none of them, and takes no memory."""
     with pool.client() as client:
         assert completes(client)
         worker = psutil.Process(int(pool.worker("m/0")["pid"]))

@@ -1,4 +1,4 @@
-"""The small distribution mlxpool-client: its contents, and a stream with no other package."""
+"""The small distribution mlxpool-client: its contents, and a stream without other packages."""
 
 from __future__ import annotations
 

@@ -374,7 +374,7 @@ class Story:
         return ended
 
     def assert_conserved(self) -> None:
-        """Asserts that accepted requests have ended or are live, by model and in total."""
+        """Asserts that each accepted request has ended or is live, for each model and in total."""
         counters = self.core.state.counters
         ended = counters.done + counters.failed + counters.cancelled
         assert counters.accepted == ended + len(self.core.state.requests)

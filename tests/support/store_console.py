@@ -24,7 +24,10 @@ from support.pool import until
 
 
 def operation_of(command: str, numbers: list[int]) -> Operation:
-    """Returns the operation of a command; the numbers of `submit` are a job and blob bytes."""
+    """Returns the operation of a command; its first number is that of a job.
+
+    `submit` may have a second number, the bytes of a blob.
+    """
     number, *more = numbers
     if command == "submit":
         return submit(number, blobs=(os.urandom(more[0]),) if more else ())

@@ -94,5 +94,5 @@ class StoredJobs:
         return self._store.database.number("SELECT COUNT(*) FROM outbox")
 
     def ask_cancel_some(self, key: str, owner: str = "uid:1") -> None:
-        """Cancels a batch directly in the store, with at most 10 of its jobs."""
+        """Cancels a batch directly in the store, and at most 10 of its jobs with it."""
         self.ask(CancelBatch(Scope(owner, "", key), count=10))

@@ -89,10 +89,10 @@ class Watched(Struct):
             self.error = f"{type(error).__name__}: {error}"
 
     def wait_after(self, fault: float) -> float | None:
-        """Returns the longest wait for a token since the fault, in seconds.
+        """Returns the longest wait for a token since the fault, in seconds; None if no token came.
 
-        Returns None if no token came after the fault. The first wait may be short, because tokens
-        that were sent before the fault can still arrive.
+        It is not always the first wait, because tokens that were sent before the fault can still
+        arrive soon after it.
         """
         times = [fault, *(time for time in self.times if time > fault)]
         return max((after - before for before, after in pairwise(times)), default=None)

@@ -137,7 +137,10 @@ def _pool(at: Path, folder: Path, options: argparse.Namespace) -> Iterator[Targe
 
 
 def _held_port() -> socket.socket:
-    """Returns a socket that reserves a port of loopback, which a server may still bind."""
+    """Returns a socket that reserves a free port of loopback for a server that starts later.
+
+    The server may still bind the port, because it sets SO_REUSEADDR.
+    """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))

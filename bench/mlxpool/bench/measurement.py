@@ -1,7 +1,8 @@
 """Figures of contestants, their spread and ratios.
 
 The speed of machines varies by tens of percent from second to second, so contestants take turns in
-one run. A ratio compares figures of one round; a ratio above 1 is always better.
+one run. A ratio compares figures of one round. It is above 1 if our figure is the better one, also
+where less is better.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ class Measurement(Struct, frozen=True):
         return statistics.median(self.sides[side])
 
     def ratios(self) -> list[float]:
-        """Returns the ratio of our figure to the best figure of another contestant, by round.
+        """Returns our figure divided by the best figure of another contestant, for each round.
 
-        The list is empty if there is no other contestant, or if a divisor is 0.
+        If less is better, the ratio is inverted, so that above 1 is always better. The list is
+        empty if there is no other contestant, or if a divisor is 0.
         """
         others = [figures for side, figures in self.sides.items() if side != OURS]
         if not self.compared or OURS not in self.sides or not others:

@@ -1,4 +1,4 @@
-"""mlx-lm, called as its own server calls it, with which our engine is compared.
+"""mlx-lm, with which our engine is compared, called as its own server calls it.
 
 mlx-lm runs in this process with this process's BLAS, or in its own process, see `in_process`:
 

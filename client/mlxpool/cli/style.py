@@ -140,7 +140,10 @@ def bar(share: float) -> str:
 
 
 def in_one_line(text: str, width: int) -> str:
-    """Returns a text cut to a line of `width` characters; parentheses are dropped first."""
+    """Returns a text cut to a line of `width` characters.
+
+    If the text is too long, everything from its first parenthesis on is dropped first.
+    """
     if len(text) >= width:
         text = text.partition(" (")[0]
     return text if len(text) < width else f"{text[: width - 2]}…"

@@ -43,8 +43,8 @@ class Subscription(Closing):
     def next(self, seconds: float) -> dict[str, Any] | None:
         """Returns the next snapshot; None if none comes within `seconds`.
 
-        Raises BrokerLost naming the endpoint after FIRST_TIMEOUT or NEXT_TIMEOUT. Raises the error
-        in the broker's answer.
+        Raises BrokerLost naming the endpoint if there was no snapshot for FIRST_TIMEOUT (the first
+        snapshot) or NEXT_TIMEOUT. Raises the error in the broker's answer.
         """
         end = time.monotonic() + seconds
         while True:
@@ -100,7 +100,10 @@ class View(Protocol):
 
 
 def show_pages(target: Target, count: int, view: View) -> None:
-    """Draws a page for each snapshot and each key, until the view or `count` snapshots end."""
+    """Draws a page for each snapshot and each key, until a key ends the view.
+
+    With a `count` above 0, also ends after this number of snapshots.
+    """
     paint, left = paint_of(sys.stdout), count
     with Subscription(target) as subscription, screen() as terminal:
         while True:

@@ -177,7 +177,8 @@ class OpenChoices:
     def abandon(self) -> None:
         """Closes without taking a lock.
 
-        A finalizer calls this method, in any thread and between any two instructions of the thread.
+        A finalizer calls this method between any two instructions of a thread, which may hold the
+        lock.
         """
         for stream in self._open:
             self._connection.abandon(stream)

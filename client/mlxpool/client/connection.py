@@ -192,7 +192,8 @@ class Connection:
     def abandon(self, stream: OpenStream) -> None:
         """Cancels a stream without taking a lock.
 
-        A finalizer calls this method, in any thread and between any two instructions of the thread.
+        A finalizer calls this method between any two instructions of a thread, which may hold the
+        lock.
         """
         finished, stream.finished = stream.finished, True
         over = finished or stream.state.over or self._closing.is_set()

@@ -139,7 +139,7 @@ class World:
             self.do(ev.Wake())
 
     def look(self, boot: int) -> None:
-        """Lets the supervisor sample every worker, now and again every LOOK seconds."""
+        """Lets the supervisor sample every worker immediately, and then every LOOK seconds."""
         if boot != self.boot or self.core is None or self.frozen(self.look, boot):
             return
         for slot, worker in list(self.workers.items()):

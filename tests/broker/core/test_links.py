@@ -278,7 +278,7 @@ def test_the_loss_of_an_unknown_link_does_nothing(story: Story) -> None:
 
 
 def test_a_silent_link_and_a_deadline_at_one_wake_end_a_stream_once(story: Story) -> None:
-    """Both are due at the same wake-up, as after a suspend of the machine."""
+    """After a long sleep a silent client and the deadlines of its streams are due together."""
     requests = [story.generate(deadline_ms=20_000) for _ in range(2)]
     story.now += 100
     story.do(ev.Wake())

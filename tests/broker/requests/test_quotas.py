@@ -51,7 +51,7 @@ def test_accounts_that_owe_nothing_are_dropped() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.integers(1, 50)), max_size=60))
 def test_no_owner_gets_more_than_its_rate(spendings: list[tuple[float, int]]) -> None:
-    """At most a burst, the rate times the elapsed time, and one more message are admitted."""
+    """An owner gets at most a burst, plus the rate times the elapsed time, plus one message."""
     limit, now, passed, largest, rates = 20, 0.0, 0, 0, Rates()
     for pause, amount in spendings:
         now += pause

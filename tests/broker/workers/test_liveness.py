@@ -232,7 +232,7 @@ def test_the_memory_of_a_group_is_that_of_all_its_ranks() -> None:
 
 
 def test_the_worse_of_two_ages_is_the_verdict() -> None:
-    """9 s without progress (limit 5) are worse than 9 s without a heartbeat (limit 10)."""
+    """Of 9 s without progress (limit 5 s) and without heartbeats (10 s) the first decides."""
     looks = [(100.0 + n, Sample(ProgressReading("decode", count=1))) for n in range(10)]
     verdict = judge(watched(looks, beats=False), CONFIG, welcomed=True)
     assert verdict.cause.startswith("hung in decode")

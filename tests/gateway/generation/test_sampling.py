@@ -40,7 +40,10 @@ def test_ollama_has_no_such_bounds() -> None:
 
 @pytest.mark.parametrize(("given", "tokens"), [(-1, 0), (-2, 0), (0, 0), (7, 7)])
 def test_a_negative_num_predict_of_ollama_is_up_to_the_context(given: int, tokens: int) -> None:
-    """A negative value becomes 0, the whole context; in the pool -1 means the default setting."""
+    """A negative value becomes 0, which means the whole context.
+
+    It is not passed on unchanged, because the pool uses its default for negative values.
+    """
     asked = PARSERS[GENERATE](options={"num_predict": given})
     assert asked.options["max_tokens"] == tokens
     assert "max_tokens" not in PARSERS[GENERATE]().options

@@ -193,7 +193,8 @@ class ListBatches(Content, Struct, frozen=True):
 class AboutBatch(Content, Struct, frozen=True):
     """Asks for one batch, or changes it; `kind` is one of the message kinds in CALLS.
 
-    `only` selects the results that the kind RELEASE_RESULTS deletes: DONE or OTHERS.
+    `only` selects the results that the kind RELEASE_RESULTS deletes: those of lines that are done
+    (DONE), or of all other lines (OTHERS).
     """
 
     kind: str  # type: ignore[misc]  # one record for several kinds
