@@ -303,7 +303,7 @@ Fingerprints = tuple[tuple[str, int, int], ...]  # (name, time, size) of each fi
 
 
 def weights_bytes(model: ModelConfig) -> int:
-    """Returns the bytes of a model's weights on the disk, with its draft model; 0 if unknown."""
+    """Returns the bytes of a model's weights, its draft model's included; 0 if unknown."""
     if not _has_files(model.path):
         return model.counting.load_bytes
     size = _stored_bytes(model.path)
@@ -336,7 +336,10 @@ def _stored_bytes(path: str) -> int:
 
 
 def all_weights_bytes(config: PoolConfig) -> dict[str, int]:
-    """Returns the bytes of each model's weights, the least that a worker needs; 0 if unknown."""
+    """Returns the bytes of each model's weights; 0 if unknown.
+
+    A worker of the model needs at least as much memory.
+    """
     return {name: weights_bytes(model) for name, model in config.models.items()}
 
 

@@ -32,7 +32,10 @@ class Resumption(Struct, frozen=True):
 
 
 async def resumption_of(request: Request, body: Mapping[str, Any]) -> Resumption | None:
-    """Reads the headers; None without an Idempotency-Key. Raises HttpError."""
+    """Reads the Resumption of a request from its headers. Raises HttpError.
+
+    Returns None without an Idempotency-Key.
+    """
     idempotency = request.headers.get("idempotency-key", "").strip()
     after = number_of(request.headers.get("last-event-id"))
     if not idempotency:

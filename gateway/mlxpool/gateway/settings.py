@@ -55,7 +55,7 @@ class Settings(Struct, frozen=True):
 
     @property
     def names_owners(self) -> bool:
-        """Whether the brokers get the owner of a request's key."""
+        """Whether the gateway names the owner of each request's API key to the brokers."""
         if self.name_owners is None:
             local = all(broker.endpoint.startswith("ipc://") for broker in self.brokers)
             return self.keys is not None and local

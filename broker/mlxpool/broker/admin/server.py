@@ -84,7 +84,10 @@ class AdminServer:
             self._answer(number, message, now)
 
     def _about_jobs(self, number: int, message: Message, now: float) -> None:
-        """Starts an operator's command about jobs. The answer follows the result of the store."""
+        """Starts an operator's command about jobs.
+
+        Its answer is sent once the store has a result.
+        """
         kind, id = message.kind, message.header.id
 
         def answer(content: Content) -> None:

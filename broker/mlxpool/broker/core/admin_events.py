@@ -30,7 +30,7 @@ class AdminEvents(Struct, eq=False):
     # ---- operators ---------------------------------------------------------------------------
 
     def on_load(self, event: ev.LoadModel, now: float) -> None:
-        """Starts a model, even if its breaker is open or it drains."""
+        """Starts a model, even if it drains or repeated failures have opened its breaker."""
         if not self._state.admits:
             return
         model = self._state.registry.models[event.model]

@@ -150,7 +150,10 @@ class Admission(Struct, eq=False):
     def _accept(
         self, event: ev.ClientGenerate, message: Generate, run: Run, rank: int, now: float
     ) -> None:
-        """Accepts a request whose id is not live. Raises PoolError if the request is refused."""
+        """Accepts a request whose id no live request has.
+
+        Raises PoolError if the request is refused.
+        """
         state = self._state
         model = state.registry.model(message.model)
         state.check_admits(model, message.model)
@@ -326,10 +329,11 @@ def _bound_factor(message: Generate) -> int:
 
 
 def _places(message: Generate) -> int:
-    """Returns the number of requests as which a message is counted.
+    """Returns how many requests a message counts as.
 
-    If a client asks for `n` choices, the first counts for all, so that they are refused together.
-    The later choices are checked one by one, because other requests may come between them.
+    If a client asks for `n` choices, the first choice counts for all, so that they are refused
+    together. The later choices are checked one by one, because other requests may come between
+    them.
     """
     choice = message.choice
     return choice.of if choice is not None and choice.index == 0 and not message.resume_ids else 1

@@ -133,7 +133,7 @@ class Calls(Struct, eq=False):
     def _checked(self, message: ModelCall, now: float) -> Model:
         """Returns the model of a call.
 
-        Raises PoolError if the model cannot answer the call, or not now.
+        Raises PoolError if the model can never answer such a call, or cannot answer it now.
         """
         registry, name = self._state.registry, message.model
         model = registry.model(name)

@@ -260,7 +260,7 @@ class WorkerExited(Event, Struct, frozen=True):
 
 
 class Looked(Event, Struct, frozen=True):
-    """The supervisor observed a worker's process, as it does every `tick` seconds."""
+    """The supervisor observed a worker's process. It does so every `tick` seconds."""
 
     slot: str
     sample: Sample
@@ -317,7 +317,7 @@ class Reload(Event, Struct, frozen=True):
 
 
 class LoadModel(Event, Struct, frozen=True):
-    """Starts a model, even if its breaker is open or it drains."""
+    """Starts a model, even if it drains or repeated failures have opened its breaker."""
 
     model: str
 

@@ -332,7 +332,10 @@ class WorkerPool(Struct, eq=False):
             state.timers.set(("restart", model.name), model.retry_at)
 
     def _exited_remote(self, slot: Slot, worker: Worker, *, stopped: bool) -> None:
-        """Logs the exit. The worker's own supervisor counts failures and starts the next worker."""
+        """Logs the exit of a worker of another supervisor.
+
+        That supervisor counts the worker's failures and starts the next worker.
+        """
         if not stopped:
             slot.restarts += 1
         if worker.said_bye and not worker.cause:

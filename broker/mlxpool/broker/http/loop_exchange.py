@@ -55,7 +55,7 @@ class LoopQueue(Closing, Generic[Asked]):
             raise Unavailable(f"there is no answer after {waited:g} s; look again") from None
 
     def serve(self, answer: Callable[[Asked, float], Fate], now: float) -> None:
-        """Answers all waiting commands. The loop calls it after a wake."""
+        """Answers all waiting commands. The loop calls it when `waker` is readable."""
 
         def begin(command: Asked, future: Future[Fate], now: float) -> None:
             future.set_result(answer(command, now))
@@ -121,7 +121,7 @@ class LatestSnapshot(Closing):
         self._closed = False
 
     def put(self, snapshot: Snapshot) -> None:
-        """Sets the snapshot. The loop calls it after a wake."""
+        """Sets the snapshot. The loop calls it when `waker` is readable."""
         self.waker.drain()
         with self._changed:
             self._snapshot, self._at = snapshot, monotonic()

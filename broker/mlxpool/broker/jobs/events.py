@@ -68,7 +68,7 @@ class RunEnded(Struct, frozen=True):
 
 
 class SetBack(Struct, frozen=True):
-    """A worker that ran a job was lost; the run goes on, or `RunEnded` follows.
+    """A worker that ran a job was lost; the run goes on in another worker, or `RunEnded` follows.
 
     `stacks` are the stacks of the worker's threads if it hung or crashed on this machine, else "".
     """

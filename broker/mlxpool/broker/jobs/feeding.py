@@ -332,9 +332,9 @@ class Feeder(Struct, eq=False):
         self.groups[group].leaving += 1
 
     def left(self, group: Group, owner: str, *, leaving: bool) -> None:
-        """Counts a job as no longer active: its outcome is on the disk or dropped.
+        """Counts a job as no longer active: its outcome is on the disk, or the job was dropped.
 
-        `leaving`: the method `leaving` was called for the job before.
+        `leaving`: whether the method `leaving` was called for the job before.
         """
         if leaving:
             self.groups[group].leaving -= 1

@@ -53,7 +53,8 @@ def waiting_tokens(queue: Iterable[Request], count: int) -> int:
 def needed(load: ReplicaLoad, wanted: int, rules: Scaling) -> int:
     """Returns the number of workers that this load needs.
 
-    `wanted`: the present target, which includes workers that are still starting.
+    `wanted`: the number of workers that the model should have so far, including those that are
+    still starting.
     """
     by_waiting = math.ceil(load.waiting_tokens / rules.waiting_tokens)
     # Only one worker reads a long prompt.

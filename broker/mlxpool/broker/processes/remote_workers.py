@@ -39,7 +39,10 @@ MAX_MODELS = 10_000  # number of names above which a worker may not bring a new 
 
 
 class RemoteSlot(Struct, eq=False):
-    """The slot of a remote worker. `token` admits the worker's next connection to the slot."""
+    """The slot of a remote worker.
+
+    The worker must send `token` when it next connects to the slot.
+    """
 
     name: str
     model: str

@@ -30,7 +30,7 @@ NO_PLACES: Mapping[str, int] = {}
 
 
 def cost(request: Request) -> int:
-    """Returns the tokens of a request, prompt and answer, that count against its owner's share."""
+    """Returns the tokens of a request, prompt and answer, as they count in its owner's turns."""
     most = request.message.options.max_tokens
     left = max(1, most - request.run.taken) if most > 0 else MAX_DECODE_COST
     return min(MAX_COST, prompt_tokens(request.message) + min(MAX_DECODE_COST, left))
@@ -253,7 +253,7 @@ class Queue:
             yield from lane.owners.get(owner, {}).values()
 
     def in_turn(self) -> Iterator[Request]:
-        """Yields the fresh requests by falling priority and in the turns of their owners."""
+        """Yields the fresh requests by falling priority; within a priority, owners take turns."""
         for lane in reversed(self.lanes):
             for waiting in lane.owners.values():
                 yield from waiting.values()
@@ -293,7 +293,7 @@ class Queue:
     def position(self, request: Request) -> int:
         """Returns the most requests that may be served before this request.
 
-        The true number depends on the shares of the owners.
+        Fewer may be served before it, because owners take turns.
         """
         if (place := self._place_among_resumed(request)) is not None:
             return place

@@ -13,10 +13,10 @@ MAX_OWNERS = 4096  # number of accounts at which accounts without debt are dropp
 
 
 class Rates:
-    """A leaky bucket for each owner, with room for the amount of one second.
+    """A leaky bucket for each owner, which holds the amount that the owner may spend in one second.
 
-    An owner may exceed its bucket and then has a debt: a message larger than this amount passes,
-    and the next message waits until the debt is zero.
+    An owner with a full bucket may send a message that is larger than this. The owner then has a
+    debt, and the next message waits until the debt is zero.
     """
 
     def __init__(self) -> None:

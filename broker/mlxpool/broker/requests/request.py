@@ -177,7 +177,7 @@ class Request:
 
     @property
     def attempt(self) -> int:
-        """The number of its client's newest attempt."""
+        """The number of the newest attempt of the request's client."""
         return self.reader.attempt
 
 

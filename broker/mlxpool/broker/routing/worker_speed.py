@@ -41,7 +41,7 @@ class WorkerSpeed(Struct, eq=False):
         self.prompt_ms += (ms - self.prompt_ms) / self._prompt_weight
 
     def rest(self) -> None:
-        """Lowers the weight of the observations, at the heartbeat of an idle worker."""
+        """Lowers the weight of the observations. Called at each heartbeat of an idle worker."""
         self._prompt_weight *= REST_DECAY
         self._weight *= REST_DECAY
         self._rows *= REST_DECAY

@@ -80,9 +80,9 @@ class BatchView(Result, Struct, frozen=True):
     """A batch. `next_line` is the number, from 0, of the first line that has not become a job yet.
 
     `next_start` is the offset of that line in the file, which has `file_size` bytes. `counts` has
-    the number of jobs in each state. Lines that the deadline cut off before they became jobs count
-    as expired. `failed` is the number of lines that could not become jobs. `defaults` comes from
-    `SubmitBatch`: the store does not read these settings.
+    the number of jobs in each state. Lines whose deadline passed before they became jobs count as
+    expired. `failed` is the number of lines that could not become jobs. `defaults` has the settings
+    from `SubmitBatch`, which the store does not read.
     """
 
     id: bytes

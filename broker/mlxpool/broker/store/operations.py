@@ -36,7 +36,7 @@ class Operation:
 
     @property
     def size(self) -> int:
-        """Bytes of the operation in memory while it waits, without a small constant."""
+        """Bytes that the operation takes in memory while it waits, apart from a small constant."""
         return 0
 
 
@@ -46,13 +46,13 @@ class Operation:
 class Submit(Operation, Struct, frozen=True):
     """Stores a job. Results: Submitted, DuplicateKey, KeyGone.
 
-    `request`: the packed request, which the store does not read. `blobs`: the blobs of its message;
-    equal blobs of all jobs are stored once. Two submissions with equal digests are one job. The job
-    waits for at least `delay` seconds, and until the time of day `not_before`. `deadline`: seconds
-    from now, or None for no deadline. `keep`: seconds between the end and the deletion of the
-    result; if it is None, the result is kept until it is released. `label`: the client's name of a
-    line of a batch. `max_jobs`, `max_bytes`: bounds of the owner's stored jobs and bytes, or 0 for
-    no bound.
+    `request`: the packed request, which the store does not read. `blobs`: the blobs of the request;
+    a blob that several jobs have is stored once. A submission with the key and the digest of a
+    stored job returns that job. The job waits for at least `delay` seconds, and until the time of
+    day `not_before`. `deadline`: seconds from now, or None for no deadline. `keep`: seconds between
+    the job's end and the deletion of its result; if it is None, the result is kept until it is
+    released. `label`: the client's name of a line of a batch. `max_jobs`, `max_bytes`: bounds of
+    the owner's stored jobs and bytes, or 0 for no bound.
     """
 
     admits: ClassVar[bool] = True
@@ -82,13 +82,13 @@ class Submit(Operation, Struct, frozen=True):
 
 
 class FeedNext(Operation, Struct, frozen=True):
-    """Takes due waiting jobs, to be run. Result: Fed.
+    """Takes waiting jobs that are due, to be run. Result: Fed.
 
     Owners take turns, one job a turn, in the order of their names from the first after
-    `after_owner`. An owner's earliest due job comes first. The read ends at `count` jobs or
-    `max_bytes` of requests. It skips jobs in `held`, jobs of `but_owners`, and jobs whose `starts`
-    is below `min_starts` or at least `below_starts`. The same commit adds 1 to `starts` of each
-    job.
+    `after_owner`. The earliest due job of an owner comes first. The read ends at `count` jobs, or
+    at `max_bytes` of requests. It skips the jobs in `held`, the jobs of `but_owners`, and jobs with
+    fewer than `min_starts` or at least `below_starts` starts. The same commit adds 1 to `starts` of
+    each job that was read.
     """
 
     model: str
@@ -275,8 +275,9 @@ class FetchPage(Operation, Struct, frozen=True):
 
     Output or an end that does not match its checksum is refused as `damaged`.
 
-    `pos` is rounded down to a border of steps. If `gen` is neither None nor the present generation,
-    the result is JobRestarted. The page has at most `max_bytes`, but at least one step.
+    The page begins at `pos`, rounded down to the start of a decode step. If `gen` is given and is
+    not the present generation, the result is JobRestarted. The page has at most `max_bytes`, but at
+    least one step.
     """
 
     writes: ClassVar[bool] = False

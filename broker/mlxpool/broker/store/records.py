@@ -254,7 +254,7 @@ class Fate(Result, Struct, frozen=True):
 
 
 class Fed(Result, Struct, frozen=True):
-    """Jobs to be run, in the order of the owners' turns. Their `starts` include this start.
+    """Jobs to be run, in the order of the owners' turns. Their `starts` already count this run.
 
     `last_owner` is the `after_owner` of the next `FeedNext`. `next_due` is the earliest due time of
     further jobs; None without further jobs, or after a bound was reached. `more`: the bounds left
@@ -345,7 +345,7 @@ class Swept(Result, Struct, frozen=True):
 class Backlog(Result, Struct, frozen=True):
     """The waiting jobs by model and priority. The store counts running jobs as waiting.
 
-    `waiting` has (model, priority, number of jobs, earliest due time, most starts of a job).
+    `waiting` has (model, priority, number of jobs, earliest due time, greatest `starts` of a job).
     """
 
     waiting: tuple[tuple[str, int, int, float, int], ...]
@@ -356,9 +356,9 @@ class Notice(Result, Struct, frozen=True):
     """The notice of the end of a job or batch (`kind`). Its `body` is posted to `url`.
 
     `subject` is the id of the job or batch, `origin` the scheme, host and port of the URL. `since`
-    is the time of the first attempt; time without a broker is added to it. `tries` is the number of
-    failed attempts, `cause` the cause of the last failure. `given_up` is the time at which the
-    broker stopped its attempts, else None.
+    is the time of the first attempt, moved forward by the time in which no broker ran. `tries` is
+    the number of failed attempts, `cause` the cause of the last failure. `given_up` is the time at
+    which the broker stopped its attempts, else None.
     """
 
     end_seq: int
@@ -397,10 +397,11 @@ class Done(Result, Struct, frozen=True):
 
 
 class StoreFigures(Result, Struct, frozen=True):
-    """Figures of the store. `used` and `bound` are bytes; new jobs are refused above `admit`.
+    """Figures of the store. `used` and `bound` are bytes.
 
-    `room`: bytes that the bound and the disk leave for new jobs; if it is 0, new jobs are refused.
-    `notices` counts the notices to be delivered, `given_up` the notices without further tries.
+    New jobs are refused while `used` is above `admit` (bytes). `room`: bytes that the bound and the
+    disk leave for new jobs; if it is 0, new jobs are refused. `notices` counts the notices to be
+    delivered, `given_up` the notices without further tries.
     """
 
     states: tuple[tuple[JobState, int], ...]

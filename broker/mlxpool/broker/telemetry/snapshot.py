@@ -247,9 +247,10 @@ def take(
 
 
 def _sizes(state: State) -> dict[str, int]:
-    """Returns the sizes of the core's maps.
+    """Returns the number of entries in each of the core's maps.
 
-    An idle pool has only tombstones, quarantined digests, and the timers that end these.
+    In an idle pool only the maps of tombstones, of quarantined digests, and of their timers have
+    entries.
     """
     workers = [worker for model in state.registry.models.values() for worker in model.workers]
     return {

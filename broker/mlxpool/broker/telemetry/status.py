@@ -170,7 +170,7 @@ def _most_relevant(rows: Sequence[Row], load: Callable[[Row], int]) -> list[Row]
 
 
 def _past(points: Sequence[Point], now: float) -> dict[str, list[float | None]]:
-    """Returns a list of values for each figure, the oldest point first."""
+    """Returns the values of each figure at all points, the oldest point first."""
     return {
         "age_s": [round(now - point.at, 1) for point in points],
         "tokens_s": [round(point.rate, 1) for point in points],

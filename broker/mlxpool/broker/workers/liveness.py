@@ -1,8 +1,9 @@
 """Detects hung workers from samples of their processes. Pure.
 
-The age of a signal counts only time in which the worker could run and the supervisor took samples.
-Waiting for a CPU is subtracted. The gap between two samples counts as at most two ticks, so that a
-broker that was itself frozen condemns no worker.
+A signal is a heartbeat, or the progress of a thread. The age of a signal counts only time in which
+the worker could run and the supervisor took samples. Waiting for a CPU is subtracted. The gap
+between two samples counts as at most two ticks, so that a broker that was itself frozen condemns no
+worker.
 """
 
 from __future__ import annotations

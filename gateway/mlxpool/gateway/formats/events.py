@@ -66,7 +66,7 @@ class PlainParser:
 
 
 class AnswerText:
-    """The answer around tool calls, without the white space next to a call."""
+    """The text of the answer around tool calls, without the white space next to a call."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -82,7 +82,7 @@ class AnswerText:
         return [Content(kept)] if kept else []
 
     def begin_call(self) -> None:
-        """Handles the beginning of a call: drops the white space before and after the call."""
+        """Handles the beginning of a call: drops the white space on both sides of the call."""
         self._held, self._after_call = "", True
 
     def finish(self) -> list[Event]:
@@ -149,7 +149,10 @@ class Lexer:
         return held
 
     def _end(self, text: str, at: int) -> int:
-        """Returns the index where a possible beginning of a mark starts; else the text's length."""
+        """Returns the index at which the text may end with the beginning of a mark.
+
+        Returns the length of the text if its end cannot be the beginning of a mark.
+        """
         for start in range(max(at, len(text) - self._max_held), len(text)):
             if text[start:] in self._prefixes:
                 return start

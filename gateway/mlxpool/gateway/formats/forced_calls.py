@@ -128,7 +128,7 @@ def calls_or_answer(
 
 
 def _schema_of(format: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the schema of a format of JSON; None for another format."""
+    """Returns the schema that a `format` for JSON demands; None for any other format."""
     if format["type"] == "json":
         return {"type": "object"}
     schema = format.get("schema")
@@ -156,7 +156,7 @@ def _call_schema(tool: Mapping[str, Any]) -> str:
 
 
 def _answer(format: Mapping[str, Any]) -> str | None:
-    """Returns the rule `answer` for a format of text.
+    """Returns the grammar rule `answer`, for text in this format.
 
     Returns None if `format` cannot be part of another format.
     """

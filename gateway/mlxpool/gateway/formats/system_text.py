@@ -52,7 +52,7 @@ def stable_first(text: str) -> str:
 
 
 def with_stable_first(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Returns the messages; `stable_first` reorders the text of a first system message."""
+    """Returns the messages. If the first is a system message, `stable_first` reorders its text."""
     first = messages[0] if messages else {}
     if first.get("role") not in ("system", "developer"):
         return messages

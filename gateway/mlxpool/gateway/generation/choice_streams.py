@@ -64,8 +64,8 @@ class ChoiceRequest(Struct, frozen=True):
 class ChoiceUpdate(Struct, frozen=True):
     """New output of one choice; the last update of a choice has its `result`.
 
-    `prompt`: the log-probabilities of tokens of the prompt. `failures`: how often the answer, if it
-    is a job, failed and was retried before this update and after the update before it.
+    `prompt`: the log-probabilities of tokens of the prompt. `failures`: how often the job of the
+    answer failed and was retried between the previous update and this update; 0 without a job.
     """
 
     choice: int

@@ -279,10 +279,10 @@ class TextLogprobs(Struct, eq=False):
 
 
 def vllm_prompt_logprobs(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any] | None]:
-    """Returns vLLM's `prompt_logprobs`: null for the first token, else a map by token id, as text.
+    """Returns vLLM's `prompt_logprobs`: a map for each token of the prompt, null for the first.
 
-    The map has the token itself and the most likely tokens. `rank` is null if the token is not one
-    of the most likely tokens.
+    The keys of a map are token ids as text: the token's own id, and the ids of the most likely
+    tokens. `rank` is null if the token is not one of the most likely tokens.
     """
     maps: list[dict[str, Any] | None] = []
     for entry in entries:

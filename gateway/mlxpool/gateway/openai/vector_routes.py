@@ -44,7 +44,10 @@ class VectorRoutes:
         await response.data(data, JSON)
 
     async def _prompt(self, request: EmbeddingRequest) -> dict[str, str]:
-        """Returns the option with the model's prompt for the type of the inputs; empty if none."""
+        """Returns the option that names the model's prompt for this type of input.
+
+        Returns an empty map if the model has no such prompt.
+        """
         if not request.input_type:
             return {}
         about = (await self._pool.models.described(request.model)).about

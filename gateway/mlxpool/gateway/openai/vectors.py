@@ -102,7 +102,7 @@ def embeddings(body: Mapping[str, Any]) -> EmbeddingRequest:
 
 
 def prompt_of_type(input_type: str, prompts: Sequence[str]) -> str | None:
-    """Returns the name in `prompts` that equals a type of input or its synonym, or None."""
+    """Returns the name in `prompts` that is `input_type` or a synonym of it, or None."""
     kind = input_type.lower()
     same = next((group for group in SAME_TYPES if kind in group), ())
     return next((name for name in (kind, *same) if name in prompts), None)
@@ -172,7 +172,7 @@ def _document(document: Any) -> Any:
 
 
 def _inputs(raw: Any) -> list[Any]:
-    """Returns texts, or lists of token ids."""
+    """Returns the inputs as a list: texts, or lists of token ids."""
     if isinstance(raw, str) or _is_ids(raw):
         raw = [raw]
     inputs = _listed("input", raw)

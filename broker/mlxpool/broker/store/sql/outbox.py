@@ -10,9 +10,9 @@ HOLD = 60.0  # seconds until a sweep checks a deleted key with an undelivered no
 
 
 def state_of(table: str) -> str:
-    """Returns an SQL expression for the delivery state of the notice that belongs to a row.
+    """Returns an SQL expression for the state of a notice: waiting or given_up.
 
-    The row is in `table`; the value is NULL if there is no notice.
+    The notice is that of the end of a row of `table`. The value is NULL without such a notice.
     """
     return (
         "(SELECT CASE WHEN outbox.given_up IS NULL THEN 'waiting' ELSE 'given_up' END"

@@ -158,8 +158,9 @@ def view(row: Row) -> JobView:
 def change(database: Database, job: JobView, **changes: Any) -> JobView:
     """Stores new values of a job's fields, updates its owner's usage, and returns the new view.
 
-    `job` is the job's view in this transaction. A damaged record is overwritten only if `changes`
-    has new `facts`. Otherwise it stays, so that the damage remains visible.
+    `job` is the job's view as this transaction has read it. A damaged record is overwritten only if
+    `changes` has new `facts`. Otherwise the record stays as it is, so that the damage remains
+    visible.
     """
     if "cause" in changes:
         changes["cause"] = storable(changes["cause"])

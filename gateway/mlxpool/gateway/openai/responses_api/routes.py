@@ -254,7 +254,7 @@ class KeptResponseRoutes:
         error: HttpError,
         pos: int,
     ) -> None:
-        """Sends the error of the job if the job has failed, else the error of reading the job.
+        """Sends the job's own error if the job has failed, else the error that ended the reading.
 
         `pos`: the number of ids that were read.
         """
