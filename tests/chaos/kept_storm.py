@@ -57,7 +57,7 @@ class Plan:
 
 
 class KeptStorm:
-    """A storm; `run` may be called once, and returns its figures."""
+    """A storm of faults over stored jobs; `run` may be called once, and returns its figures."""
 
     def __init__(self, plan: Plan, tmp_path: Path, server: PostgresServer | None = None) -> None:
         """With a `server` the store is in PostgreSQL, not in a folder; faults also kill it."""

@@ -70,7 +70,7 @@ class Outcome:
 
 
 class Storm:
-    """A storm; `run` may be called once."""
+    """A storm: many streams under random faults; `run` may be called once."""
 
     weights: Mapping[str, int] = WEIGHTS
 

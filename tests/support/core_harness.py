@@ -157,7 +157,7 @@ class FakeWorker:
     def end(
         self, request: bytes, reason: str = "stop", count: int = 0, rest: str = ""
     ) -> list[act.Action]:
-        """Sends the last `count` tokens and the end in one row; `rest` is text held back."""
+        """Sends the last `count` tokens and the end in one row; `rest` is text held back so far."""
         end = {"reason": reason, "text": rest, "usage": {"completion_tokens": count}}
         return self.tokens(request, count, end=end)
 
@@ -386,7 +386,7 @@ class Story:
             assert by_model == getattr(counters, key), key
 
     def assert_idle(self) -> None:
-        """Asserts that only tombstones of requests remain."""
+        """Asserts that no request remains except tombstones, the records of ended requests."""
         core = self.core
         assert not core.state.requests and not core.state.calls
         for owner_model in core.state.registry.models.values():

@@ -36,7 +36,8 @@ PATIENCE = 500  # seconds for a whole page; only bounds a failure
 class Block:
     """A fenced block. `line` is the line of its fence; `reason` is why it is not run, else "".
 
-    `loose` is True if its figures differ. `ends` is the exit code of its last command.
+    `loose` is True if figures may differ from the page's. `ends` is the exit code of its last
+    command.
     """
 
     kind: str

@@ -42,7 +42,7 @@ def read_chunk(engine: Engine, seq: Sequence, tokens: int | None = None) -> int:
 
 
 def read(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]:
-    """Prefills a prompt up to the input of its decode step; returns the tokens of its chunks."""
+    """Prefills a prompt up to the input of its decode step; returns the length of each chunk."""
     tokens_of_chunks: list[int] = []
     while count := read_chunk(engine, seq, tokens):
         tokens_of_chunks.append(count)

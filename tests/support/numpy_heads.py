@@ -56,7 +56,7 @@ def feed_head(
 ) -> tuple[Array, Array]:
     """Returns states [T, d] and logits [T, vocabulary] of a head with a feed-forward layer.
 
-    The arguments are those of glm_head. The output head is the model's head.
+    The arguments are those of glm_head. The logits are computed with the model's output head.
     """
     return _mtp_head(weights, config, tokens, states, _feed_layer)
 

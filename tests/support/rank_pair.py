@@ -55,7 +55,7 @@ class RankPair(Closing):
     """Rank 0, with a child process that is rank 1. A process can only have one RankPair."""
 
     def __init__(self, *, by_kernels: bool = False) -> None:
-        """`by_kernels`: sums use simulated kernels (peer_ranks.peer_sums) in place of a ring.
+        """`by_kernels`: simulated kernels (peer_ranks.peer_sums) compute the sums, not a ring.
 
         `kernels` has the names of the kernels that ran in this process.
         """

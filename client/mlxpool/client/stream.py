@@ -137,7 +137,7 @@ Entries = tuple[Mapping[str, Any], ...]
 
 
 def _divided(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Entries, Entries]:
-    """Divides the entries of a message: those of prompt tokens, and those of the message's ids."""
+    """Divides the entries of a message into those of prompt tokens and those of its own ids."""
     if not entries:
         return (), ()
     of_prompt = sum(PROMPT_KEY in entry for entry in entries)

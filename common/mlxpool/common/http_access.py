@@ -98,9 +98,9 @@ def foreign_page(
 ) -> str | None:
     """Returns a text about the page of another origin that sent a request; else None.
 
-    Returns None for safe methods, for other senders than pages, and for pages of the `allowed`
-    origins; "*" allows all origins. A request that repeats one of the headers counts as one of a
-    foreign page. `host` is the header Host; `origins` and `sites` are all values of the headers
+    Returns None for safe methods, for requests that no page sent, and for pages of the `allowed`
+    origins; "*" allows all origins. If a request has one of the headers twice, it counts as sent by
+    a foreign page. `host` is the header Host; `origins` and `sites` are all values of the headers
     Origin and Sec-Fetch-Site. Only browsers send Origin, except old ones. Browsers send
     Sec-Fetch-Site only to https and to the loopback interface.
     """

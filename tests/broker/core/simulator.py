@@ -230,7 +230,7 @@ class Run:
         return error.code
 
     def settle(self) -> None:
-        """Lets time pass without faults, then checks that nothing is left."""
+        """Lets time pass without faults, then checks that all counts of `left` are 0."""
         world = self.world
         world.quiet = True
         for worker in world.workers.values():

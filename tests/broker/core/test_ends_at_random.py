@@ -141,7 +141,7 @@ class Pool:
     # ---- the end -------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Ends the broker while everything else continues; afterwards nothing may be left."""
+        """Ends the broker while everything else continues; afterwards no request may be left."""
         self.do(ev.Shutdown())
         for _ in range(10):
             self.step()

@@ -188,9 +188,9 @@ def test_a_request_that_runs_alone_may_be_resumed_more_often(story: Story) -> No
 
 
 def test_the_second_exit_by_one_request_is_no_failure_of_its_model(story: Story) -> None:
-    """A request's first crash of a worker is a failure of the model, its second crash is not.
+    """Only the first crash that a request causes counts as a failure of its model.
 
-    After the first crash by a fifth request the model counts as broken.
+    The model therefore counts as broken once five requests have crashed a worker.
     """
     worker, requests = company(story, 5)
     model = story.core.state.registry.models["m"]

@@ -467,7 +467,10 @@ class Pool(RuleBasedStateMachine):
             assert {(r, run.attempt) for r, run in fake.runs.items()} <= worker.leases
 
     def teardown(self) -> None:
-        """Ends all runs and workers; checks that only tombstones remain, and that they expire."""
+        """Ends all runs and workers; checks that only tombstones remain, and that they expire.
+
+        A tombstone is the short record of an ended request.
+        """
         story = self.story
         for worker in list(story.workers.values()):
             for request in list(worker.runs):

@@ -30,7 +30,7 @@ ID = "055702648118"
 
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
-    """Makes a server that waits long enough for the loop and its peers on a busy machine."""
+    """Makes a server that waits for the loop and for clients as long as a busy machine needs."""
     with HttpServer("127.0.0.1:0", 3600.0, DIGEST) as running:
         assert running.cancels is not None
         running.cancels.max_wait = running.connections.max_seconds = PATIENCE

@@ -32,7 +32,7 @@ from support.web_loop import Loop
 
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
-    """Makes a server that sends no requests to the loop by itself, and waits long enough for it."""
+    """Makes a server that asks the loop nothing by itself, and waits for it as long as needed."""
     with HttpServer("127.0.0.1:0", history_interval=3600.0) as running:
         running.latest.max_wait = PATIENCE
         running.connections.max_seconds = PATIENCE

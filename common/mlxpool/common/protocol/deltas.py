@@ -223,7 +223,7 @@ class RunEnd(Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> RunEnd:
-        """Reads a body. A missing reason counts as `stop`, a wrong type as an empty map."""
+        """Reads a body. An absent reason counts as `stop`, a map of a wrong type as empty."""
         return cls(
             body.get("reason", "stop"),
             body.get("text", ""),

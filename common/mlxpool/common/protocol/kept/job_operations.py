@@ -1,7 +1,8 @@
 """Requests of operators about the jobs and batches of all owners: admin socket and status page.
 
 A job is named by `job`, its id of 16 bytes, or by `owner` and `key`. `jobs`, `job`, `retry` and
-`release` are as for clients, but for every owner; `cancel_job` is as a client's `cancel` of a job.
+`release` work as they do for clients, but on the jobs of every owner; `cancel_job` works like a
+client's `cancel` of a job.
 """
 
 from __future__ import annotations
