@@ -81,7 +81,7 @@ def answers(folder: Path) -> bool:
 
 
 def kill_worker(folder: Path) -> None:
-    """Sends SIGKILL to the worker, as soon as there is a worker."""
+    """Waits until there is a worker, and sends SIGKILL to it."""
     while not (pids := [w["pid"] for w in ask(folder, "ps")["workers"] if w["pid"]]):
         time.sleep(0.01)
     os.kill(pids[0], signal.SIGKILL)

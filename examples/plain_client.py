@@ -63,7 +63,7 @@ class Stream:
         send(socket, "generate", self.id, self.attempt, body, *blobs)
 
     def lost(self, now: float) -> None:
-        """Schedules the next attempt: at once after two lost attempts, later with a delay."""
+        """Schedules the next attempt: the first two times at once, later with a delay."""
         wait = 0.0 if self.sendings < 3 else ANSWER_TIMEOUTS[-1]
         self.due = min(self.due, now + wait)
 

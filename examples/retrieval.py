@@ -29,7 +29,7 @@ class Function(NamedTuple):
 
 
 def functions(folder: Path) -> Iterator[Function]:
-    """Yields the functions of all files below a folder, without files that are not Python."""
+    """Yields the functions of all Python files below a folder; omits files that are not valid."""
     for file in sorted(folder.rglob("*.py")):
         try:
             tree = ast.parse(file.read_text("utf-8"))

@@ -50,10 +50,11 @@ class Admissions:
         return failed
 
     def admit(self, max_sequences: int, admit: Callable[[Sequence], list[Delta]]) -> list[Delta]:
-        """Call `admit` for waiting sequences that fit into memory, until `max_sequences` run.
+        """Call `admit` for waiting sequences that fit into memory.
 
-        Skips a sequence that waits for the disk, or for another sequence that reads the beginning
-        of its prompt. Returns the deltas that `admit` returned.
+        Stops when `max_sequences` sequences run. Skips a sequence that waits for the disk, or for
+        another sequence that reads the beginning of its prompt. Returns the deltas that `admit`
+        returned.
         """
         deltas: list[Delta] = []
         live = self._generations.sequences()

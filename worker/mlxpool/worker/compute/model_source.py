@@ -154,7 +154,7 @@ def require_plain(config: ModelConfig, what: str) -> None:
 
 
 def require_batch(config: ModelConfig) -> None:
-    """Raises ModelLoadFailed if a step with all sequences has no token left for a prompt."""
+    """Raises ModelLoadFailed if a step in which all sequences decode has no room for a prompt."""
     if 0 < config.batch <= config.sequences:
         raise ModelLoadFailed(
             f"batch is {config.batch} tokens, sequences is {config.sequences}: a step needs more"

@@ -160,7 +160,7 @@ class Constraint:
 
     @property
     def takes_ahead(self) -> bool:
-        """Whether the matcher may get the next token now, before `take` is called with it."""
+        """Whether the matcher may get the next token before `take` is called with this token."""
         return self._thoughts is None and self._ahead is None
 
     def taken_ahead(self, token: int, *, find: bool) -> None:

@@ -117,7 +117,7 @@ class Batch:
         return True
 
     def has_room(self, others: int) -> bool:
-        """Returns whether the table has free lines for `others` more masks of other jobs."""
+        """Returns whether the table has lines left for `others` masks that other jobs have made."""
         return self.error is None and self.filled.used + others <= len(self.table.words)
 
     def result(self) -> MadeMasks:

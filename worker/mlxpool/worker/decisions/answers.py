@@ -66,7 +66,7 @@ def decided(answers: Answers, found: Found, temperature: float) -> Decided:
 
 
 def _log_mass(path: Path, found: Found) -> float:
-    """Returns the log-probability of `path` as the whole answer, without longer answers."""
+    """Returns the log-probability that the answer is `path`, and no longer answer follows."""
     mass = sum(found[path[:at]][token] for at, token in enumerate(path))
     if path in found:
         longer = sum(math.exp(log) for log in found[path].values())

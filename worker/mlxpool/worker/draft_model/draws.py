@@ -48,8 +48,8 @@ class DraftDraws(TokenDraws):
 def likeliest(logits: mx.array) -> tuple[mx.array, mx.array]:
     """Returns the tokens [R] with the largest of logits [R, V], and their distances to the second.
 
-    If V can be divided into groups, the largest logit of the other groups counts as the second. The
-    token is NO_TOKEN if the logits are NaN.
+    If V can be divided into groups, the largest logit outside of the token's group counts as the
+    second, even if the group has a larger one. The token is NO_TOKEN if the logits are NaN.
     """
     rows, size = logits.shape
     if size % GROUP or size == GROUP:

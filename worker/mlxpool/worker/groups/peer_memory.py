@@ -175,7 +175,7 @@ class CudaPeerMemory:
 
 
 def _nvlink_between(nvml: ctypes.CDLL, *identities: bytes) -> bool:
-    """Returns whether NVLink connects two GPUs, according to the initialised NVML."""
+    """Returns whether NVLink connects two GPUs; `nvml`: the initialised library NVML."""
     devices = []
     for identity in identities:
         device, name = ctypes.c_void_p(), f"GPU-{uuid.UUID(bytes=identity)}".encode()

@@ -14,7 +14,7 @@ S = TypeVar("S")
 
 
 class Part(Struct, Generic[E], frozen=True):
-    """The tokens [low, high) of a path that are in the cached piece `held`.
+    """The tokens [low, high) of a path, which are in the cached piece `held`.
 
     All positions count from the root; the first token of the piece is at `start`.
     """

@@ -78,9 +78,10 @@ class Store(PieceStore[E, S], Protocol[R, E, S]):
     def fill(
         self, row: R, kept: Sequence[tuple[E, int]], state: S | None, tokens: int, capacity: int
     ) -> None:
-        """Fills an empty KV row with `tokens` tokens: the first n of each piece, and the state.
+        """Fills an empty KV row with `tokens` tokens and with the snapshot `state`.
 
-        `capacity`: the number of tokens that the row will soon have.
+        `kept`: cached pieces, each with the number of its first tokens that are used. `capacity`:
+        the number of tokens that the row will soon have.
         """
 
     def fit(self, row: R, start: int, end: int, free: int) -> int:

@@ -64,7 +64,7 @@ class Index:
         return self._places[kind].get(key)
 
     def behind(self, parent: bytes) -> Sequence[bytes]:
-        """Returns the keys of the blocks that follow the block `parent`, oldest first."""
+        """Returns the keys of the blocks after the block of the key `parent`, oldest first."""
         return self._behind.get(parent, ())
 
     def _drop(self, kind: Kind, key: bytes, parent: bytes) -> None:

@@ -41,7 +41,7 @@ class Drafter(Protocol):
         """
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:
-        """Predicts the seconds to read a sequence's unread tokens, as `depth` drafts need it."""
+        """Predicts the seconds to read unread tokens, which has to precede `depth` drafts."""
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns the next drafts of sequences; `depths`: the number of drafts of each.

@@ -5,12 +5,12 @@ The policy:
 - Gain. The drafter predicts the chance of each next draft of a row. step_times.py predicts the time
   of a step by its number of drafts, from measured steps. The drafts that give the most tokens a
   second are checked; no drafts are checked if the gain is below MIN_GAIN (depths.py). A step has at
-  most twice as many drafts as the largest measured step.
+  most twice as many drafts as the measured step with the most drafts.
 - Search. Sequences whose drafts gain no time are examined within a time budget (row_search.py).
 - Measurement. After PLAIN_INTERVAL steps with drafts, some steps without drafts are measured.
-- Trial. Drafts that gain time by the guessed cost are tried, even if they gain none by the measured
-  cost, or if nothing was measured. A trial may take TRIAL_SHARE of the time of all steps since
-  drafts were last checked. So the loss is small: one slow step does not prevent drafts for ever.
+- Trial. If nothing was measured, or drafts gain no time by the measured cost, drafts are tried that
+  gain time by the guessed cost. So one slow step does not prevent drafts for ever. A trial may take
+  TRIAL_SHARE of the time of all steps since drafts were last checked, so the loss is small.
 - Rest. After useless drafts, or useless waits for passes, the next 1, 2, 4, ... steps have no
   drafts.
 """

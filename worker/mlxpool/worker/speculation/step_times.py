@@ -164,11 +164,11 @@ class StepTimes:
         return plain + wait + max(0.0, predict(rows + drafts) - predict(rows))
 
     def _plain_seconds(self, rows: int) -> float | None:
-        """Returns the seconds of a step without drafts, interpolated between measured numbers.
+        """Returns the seconds of a step without drafts, by interpolation; None: none was measured.
 
         `rows`: the number of sequences. The result is at most the measured time of a step with more
         sequences: if most steps have drafts, few steps without drafts are measured, and one slow
-        step would make drafts look free. None without a measurement.
+        step would make drafts look free.
         """
         sizes = self._sizes
         if not sizes:
