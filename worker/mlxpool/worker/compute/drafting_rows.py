@@ -184,7 +184,10 @@ class DraftingRows:
         return drafts
 
     def _may_check(self, sequence: Sequence) -> bool:
-        """Returns whether the masks after a sequence's drafts can be made in time for a step."""
+        """Returns whether a sequence may check drafts: its constraint, if any, must be quick.
+
+        Otherwise the masks after the drafts cannot be made in time for a step.
+        """
         generation = self._generations.of(sequence)
         return generation.constraint is None or self._constrained.finds_forced(generation)
 

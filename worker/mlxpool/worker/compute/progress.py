@@ -141,10 +141,10 @@ class Progress:
         self.block.write("fresh", 0)
 
     def ended(self, *, fresh: bool) -> None:
-        """Record that the awaited pass has ended.
+        """Record that the awaited pass has ended, and learn its time.
 
         The time of a `fresh` pass does not count. If `compiles` was called during the wait, the
-        time counts only if no other time is known yet.
+        time counts only if no time of such a pass is known yet.
         """
         seconds = self._clock() - self._started
         known = self._usual["prefill" if self._units else "decode"][1] > 0

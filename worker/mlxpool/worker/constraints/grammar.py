@@ -112,7 +112,7 @@ def _literal(text: str) -> str:
 
 
 def check(format: Mapping[str, Any]) -> None:
-    """Compiles a format for a test, with a vocabulary of bytes.
+    """Compiles a format only to find out whether it can be compiled, with a vocabulary of bytes.
 
     Raises BadRequest with llguidance's reason, which names the tool and the member of its schema.
     """

@@ -159,8 +159,8 @@ def _prompt(
 ) -> list[int]:
     """Returns the ids of `head` + `tail`; `shared` are the ids of `head`.
 
-    The tail is tokenised after the end of the head; if a token spans both, the whole text is
-    tokenised.
+    Only the tail is tokenised, together with the end of the head. But if a token has characters of
+    both, the whole text is tokenised.
     """
     near = head[-_CONTEXT_CHARS:]
     before, joint = part(near), part(near + tail)

@@ -94,7 +94,7 @@ class SummedLinear(Struct, frozen=True):
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
         """Returns `residual` plus the sum of all ranks' products of x; see layer_types.Linear.
 
-        The residual is added once, after the sum. Returns None if no kernel computes both.
+        The residual is added once, after the sum. Returns None if no kernel both sums and adds.
         """
         if x.dtype != residual.dtype or not self.collectives.adds(residual.nbytes, x.dtype):
             return None

@@ -150,9 +150,9 @@ class BufferShape(Struct, frozen=True):
 
 
 def pieces_of_warp(lines: int) -> int:
-    """Returns the pieces (of 16 bytes) that a warp sends at a time.
+    """Returns the number of pieces (of 16 bytes) that a warp sends at a time.
 
-    `lines`: the lines of 128 bytes for each group of eight lanes.
+    `lines`: how many lines of 128 bytes each group of eight lanes sends.
     """
     return GROUPS * (7 * lines + lines // 2)
 

@@ -42,7 +42,10 @@ class EncodedImages(Generic[F]):
         return self._kept[image]
 
     def has_room(self, pinned: Collection[ImageKey]) -> bool:
-        """Returns whether another image fits beside the `pinned` images; True if none is pinned."""
+        """Returns whether the budget has room for another image beside the `pinned` images.
+
+        True if none of these is kept, because a single image may exceed the budget.
+        """
         held = [self._kept[image].nbytes for image in pinned if image in self._kept]
         return not held or sum(held) < self.budget
 

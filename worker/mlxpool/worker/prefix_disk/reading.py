@@ -273,7 +273,8 @@ class RecordReader:
     def last_progress(self) -> float:
         """The monotonic time at which the disk last returned data, for any sequence.
 
-        While the thread waits for room for records, this is the current time.
+        While the thread waits for room for records, this is the current time: the wait is not the
+        disk's fault.
         """
         return monotonic() if self._awaits_room else max(self._answered, self.index.answered)
 

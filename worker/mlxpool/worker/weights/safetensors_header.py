@@ -134,7 +134,10 @@ def fault_of(raw: bytes, data_bytes: int) -> str:
 
 
 def _tensor_faults(entry: Any, data_bytes: int) -> Iterator[str]:
-    """Yields the faults of one tensor's entry; only the first is reliable."""
+    """Yields the faults of one tensor's entry.
+
+    Only the first is reliable: after a fault, later checks may fail or raise because of it.
+    """
     if not isinstance(entry, dict):
         yield f"is described by {entry!r}, must be a map"
         return
