@@ -170,7 +170,7 @@ class Chaos(Closing):
             )
 
     def wait(self, seconds: float) -> None:
-        """Sleeps; for faults of a given duration."""
+        """Sleeps for a number of seconds, for example while a fault lasts."""
         time.sleep(seconds)
 
     # ---- faults --------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def test_what_compiles_for_long_while_a_pass_is_built_is_not_hung(tmp_path: Path
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("phase", PHASES)
 def test_ten_minutes_slow_and_starved(tmp_path: Path, monkeypatch: Patch, phase: str) -> None:
-    """Steps are slow, with a twentieth of a processor: no worker is killed."""
+    """Steps are slow, and the worker has a twentieth of a processor: no worker is killed."""
     config = model(fault="slow", fault_in=phase, extra="keep_alive = 0")
     with Chaos(tmp_path, monkeypatch, config, LIMITS) as chaos, busy_process() as processor:
         end = time.monotonic() + 600

@@ -52,7 +52,7 @@ def test_options_of_jobs_and_batches_are_no_options_of_requests() -> None:
 
 
 def test_each_option_of_a_job_is_in_its_message() -> None:
-    """The message has the protocol's names, for jobs of any kind."""
+    """In messages the options have the protocol's names, for jobs of any kind."""
     given: dict[str, Any] = {
         "key": "k",
         "keep": 1.5,

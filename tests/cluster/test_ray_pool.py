@@ -91,7 +91,7 @@ class RayPool:
         return log.read_text() if log.exists() else ""
 
     def broker_pid(self) -> int:
-        """Returns the pid of the broker itself, from its lock."""
+        """Returns the pid of the broker itself, from the broker's lock file."""
         return int((self.folder / "run" / "lock").read_text())
 
     def node_of_a_worker(self) -> RayNode:

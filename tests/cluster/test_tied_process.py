@@ -68,7 +68,7 @@ def test_its_command_can_be_killed() -> None:
 
 
 def test_a_killed_starter_takes_the_command_with_it() -> None:
-    """The command ends when its standard input closes, whose other end the killed process had."""
+    """The command ends when its standard input closes: the killed process had the other end."""
     holder = subprocess.Popen(
         [
             sys.executable,

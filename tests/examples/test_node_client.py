@@ -33,7 +33,7 @@ if not shutil.which("npm"):
 
 @pytest.fixture(scope="module")
 def main(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Returns the command of a copy of the client with its packages installed."""
+    """Returns the command that runs a copy of the client, whose packages are installed."""
     folder = tmp_path_factory.mktemp("node") / "client"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("node_modules"))
     install = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]

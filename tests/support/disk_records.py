@@ -106,7 +106,10 @@ def write_all(tier: DiskTier, records: Sequence[NewRecord]) -> None:
 
 
 def write_until_killed(path: Path, number: int) -> None:
-    """Writes records until the process is killed; the first input is `number * 1,000,000`."""
+    """Writes records until the process is killed.
+
+    Their inputs are counted from `number * 1,000,000` on.
+    """
     with tier_at(path, budget=2**32) as tier:  # a large budget, so that no record is deleted
         for count in range(10_000):
             base = number * 1_000_000 + count * 1000

@@ -43,9 +43,10 @@ def _has_room(folder: Path) -> bool:
 
 
 class PostgresServer(Closing):
-    """A cluster in a new folder in memory or below /tmp, to which an unprivileged user has access.
+    """A PostgreSQL server with its data in a new folder, in memory or below /tmp.
 
-    Skips the test if the programs are not installed.
+    As root it runs as an unprivileged user, who owns the folder. Skips the test if the programs are
+    not installed.
     """
 
     def __init__(self, **settings: str) -> None:

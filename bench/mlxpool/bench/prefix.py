@@ -137,7 +137,7 @@ class Score(Struct):
         return self.found / self.reusable
 
     def add(self, prompt: list[int], cached: int, computed: list[int], first: float) -> None:
-        """Adds a request; `computed`: the tokens of the answer that the model has computed."""
+        """Adds a request; `computed`: those tokens of the answer that the model has read."""
         best = max((common(old, prompt) for old in self.seen), default=0)
         self.reusable += min(best, len(prompt) - 1)
         self.found += cached

@@ -64,7 +64,7 @@ def progress_text(answer: Mapping[str, Any], name: str) -> str:
 
 
 def phase_seconds(worker: Mapping[str, Any]) -> float:
-    """Returns the seconds of a load's current phase: the reported seconds and the report's age."""
+    """Returns the seconds of a load's current phase: those reported, plus the age of the report."""
     took: float = (worker.get("load_phases") or {}).get(worker.get("load_phase"), 0.0)
     beat_age_ms: float = worker.get("beat_age_ms", 0)
     return took + beat_age_ms / 1000

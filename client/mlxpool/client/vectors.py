@@ -226,7 +226,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_list_of_ids(value: Any) -> bool:
-    """Returns whether a value should be token ids: a list, tuple or array without texts."""
+    """Returns whether a value is meant as token ids: a list, tuple or array without texts."""
     if isinstance(value, str | bytes | bytearray | memoryview | Mapping) or not _has_items(value):
         return False
     return len(value) == 0 or not isinstance(value[0], str)
@@ -237,7 +237,11 @@ def _has_items(value: Any) -> bool:
 
 
 def _batches(texts: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yields the texts or pairs for each call: up to MAX_INPUTS, about MAX_CALL_TEXT characters."""
+    """Yields the texts or pairs of each call.
+
+    A call has at most MAX_INPUTS of them, with at most MAX_CALL_TEXT characters, or a single longer
+    one.
+    """
     batch: list[Any] = []
     size = 0
     for text in texts:

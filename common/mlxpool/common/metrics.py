@@ -1,7 +1,8 @@
 """Metric families, histograms, and their text for Prometheus. Used by broker and gateway.
 
-This module replaces prometheus_client, which is far slower for nine histograms of each of 50
-models. Its rendering would also hold the interpreter's lock, which the broker's loop needs.
+This module replaces prometheus_client, which takes far longer for a pool of 50 models, each with
+nine histograms. prometheus_client would also hold the interpreter's lock, which the broker's loop
+needs, while it renders the text.
 """
 
 from __future__ import annotations

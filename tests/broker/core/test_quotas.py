@@ -125,7 +125,7 @@ def test_the_many_streams_of_a_revoked_key_end_in_portions() -> None:
 
 
 def dial(story: Story, name: str = "m") -> FakeWorker:
-    """Lets a worker of this model connect by itself and take work."""
+    """Connects a worker of this model that the broker did not start, and lets it take work."""
     slot = story.core.state.registry.remote_slot_name(name)
     worker = story.workers.setdefault(slot, FakeWorker(story, slot))
     story.do(make.dialled(slot, name, {"context": 2048, "pid": 5}, "t"))

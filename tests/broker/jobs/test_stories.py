@@ -658,7 +658,10 @@ def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> No
 
 
 def test_an_innocent_job_of_another_model_is_not_dead_with_the_one_that_ends_the_broker() -> None:
-    """Both jobs started before each end of the broker; after the third they run one at a time."""
+    """Each of three brokers ended after both jobs had started; then the jobs run one at a time.
+
+    So only the job that ends the broker becomes dead.
+    """
     story = JobStory()
     story.submit("bad")
     story.submit("innocent", model="other", prompt="another")
@@ -740,9 +743,9 @@ def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
 
 
 def test_a_job_that_waits_for_a_place_alone_does_not_hold_up_streams() -> None:
-    """A suspected job waits while streams use all sequences.
+    """A suspected job waits for a sequence while streams use all of them.
 
-    After SUSPECT_WAIT it waits in the same queue as the streams, so both it and a stream get one.
+    After SUSPECT_WAIT it waits in the same queue as the streams, so it gets a sequence in its turn.
     """
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id

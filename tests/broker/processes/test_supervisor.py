@@ -431,9 +431,9 @@ def test_a_pid_outside_of_the_worker_is_no_rank(nursery: Nursery) -> None:
     ids=["load", "fresh", "prefill", "step"],
 )
 def test_a_rank_waits_longer_than_the_broker_lets_it_stand_still(config: PoolConfig) -> None:
-    """A rank waits longer than the broker's limits, so the broker ends the group first.
+    """A rank that waits for another one gives up later than the broker ends the group.
 
-    The broker can name the rank that hangs.
+    So the broker's log can name the rank that hangs.
     """
     assert rank_wait_limit(PoolConfig()) == WAIT_LIMIT
     assert rank_wait_limit(config) > 2 * 1000.0

@@ -158,7 +158,7 @@ def test_lines_that_a_gateway_wrote_go_with_the_results(
 ) -> None:
     """A gateway's file of lines is deleted with the results, even before its keep time ends.
 
-    It no longer uses its owner's quota.
+    After that its size no longer counts in its owner's quota.
     """
     new_batch(store)
     store.store.database.change("UPDATE file SET forget = ?, purpose = ?", forget, LINES_PURPOSE)

@@ -1,4 +1,4 @@
-"""The memory guard: the memory that requests explain, and the connections that it never closes."""
+"""The memory guard: memory use that requests explain, and connections that it never closes."""
 
 from __future__ import annotations
 

@@ -61,10 +61,10 @@ Send: TypeAlias = Callable[[Request, Answer], Awaitable[None]]
 async def opened(target: Target, requests: int = 0) -> AsyncIterator[Send]:
     """Yields a function that sends a request and records its answer until the end.
 
-    The function raises PoolError, HttpFailure or OSError for a request that fails. With
-    `connect_first`, the connections for `requests` requests are opened first, one after the other.
-    If all were opened at once, they could fill a short listen backlog, and a client retries a
-    connection to a full backlog only after seconds.
+    The function raises PoolError, HttpFailure or OSError for a request that fails. If the target
+    has `connect_first`, the connections for `requests` requests are opened first, one after the
+    other. If all were opened at once, they could fill a short listen backlog, and a client retries
+    a connection to a full backlog only after seconds.
     """
     if target.url:
         ready = requests if target.connect_first else 0

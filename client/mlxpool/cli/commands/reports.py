@@ -189,8 +189,8 @@ def _phase(worker: Mapping[str, Any]) -> tuple[str, float]:
 def _worker_cells(worker: Mapping[str, Any], drained: Collection[str]) -> Mapping[str, str]:
     """Returns the table cells of a worker, by column.
 
-    The cells of a group have the GPU of its first rank. A slot without a worker is drained if its
-    model is drained.
+    The cells of a group have the GPU of its first rank. A slot without a worker is shown as drained
+    if its model is drained.
     """
     state = "suspect" if worker.get("suspect") else worker["state"]
     memory = worker.get("memory") or {}

@@ -140,7 +140,7 @@ def _table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def variables() -> dict[str, str]:
-    """Returns the names of the environment variables of all settings of [pool] except lists."""
+    """Returns the environment variable of each setting of [pool], by name, except lists."""
     names = [
         name
         for name, setting in declarations(PoolConfig).items()

@@ -88,7 +88,7 @@ def why_slow() -> str:
 
 
 def _of_package() -> Path | None:
-    """Returns a copy of the package's library with the names of BLAS; None if it cannot be made."""
+    """Returns a copy of the package's library with BLAS's own symbols; None if none can be made."""
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
         return None

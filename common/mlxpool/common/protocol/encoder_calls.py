@@ -41,12 +41,12 @@ class EncoderCall(Struct, frozen=True):
 
     One of `texts`, `pairs` and `ids` has the inputs: texts, pairs of texts, or lists of token ids
     with the special ids. With `truncate` a too long input loses its end; otherwise it is refused.
-    `prompt_name` chooses a prompt of the model; `prompt` is a text in its place. `dimensions` is
-    the number of dimensions to which a vector of `embed` is cut; 0 keeps all. `normalise` scales
-    vectors to the length 1; if it is None, the model's setting decides. `first` is the number that
-    errors give to the first input; it is above 0 if the client has split a request into several
-    calls. `alone` is True if the call may have crashed a worker; it is then computed without other
-    calls.
+    `prompt_name` chooses a prompt of the model; `prompt` is a text that is used instead.
+    `dimensions` is the number of dimensions to which a vector of `embed` is cut; with 0 it is not
+    cut. `normalise` scales vectors to the length 1; if it is None, the model's setting decides.
+    `first` is the number that errors give to the first input; it is above 0 if the client has split
+    a request into several calls. `alone` is True if the call may have crashed a worker; it is then
+    computed without other calls.
     """
 
     task: Task
@@ -177,7 +177,7 @@ def _ids(lengths: object, blobs: Sequence[bytes]) -> tuple[tuple[int, ...], ...]
 
 
 def _dimensions(body: Mapping[str, Any]) -> int:
-    """Returns the number of dimensions to which a vector is cut; 0 keeps all of the model."""
+    """Returns the number of dimensions to which a vector is cut; 0 means that it is not cut."""
     value = body.get("dimensions")
     if value is None:
         return 0
