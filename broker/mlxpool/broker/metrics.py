@@ -15,8 +15,8 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 class Counters:
     """The counters over all models. No value ever decreases.
 
-    The conservation law: accepted = done + failed + cancelled + live. Each request counts under its
-    model's own name, whatever name the client used, so sums over `models` are the totals.
+    Invariant: accepted = done + failed + cancelled + live. Each request counts under its model's
+    own name, whatever name the client used, so sums over `models` are the totals.
     """
 
     accepted: int = 0

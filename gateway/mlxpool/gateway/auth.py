@@ -51,9 +51,9 @@ def is_local_host(host: str, machine: str, *, from_page: bool) -> bool:
     """Whether a Host header names this machine or its private network, by Ollama's rules.
 
     `machine`: this machine's name. `from_page`: the request has the Origin header of a web page. A
-    page on the internet cannot have such a host: DNS rebinding does not work for an IP address, and
-    nobody can register the top-level names in LOCAL_ENDS. But another machine of the network can
-    answer for a name in LOCAL_ENDS, so requests of pages may not use such a name.
+    page on the internet cannot have one of the allowed hosts: DNS rebinding does not work for an IP
+    address, and nobody can register the top-level names in LOCAL_ENDS. But another machine of the
+    network can answer for a name in LOCAL_ENDS, so requests of pages may not use such a name.
     """
     host = host.removesuffix(".")
     if host in LOOPBACK:

@@ -63,8 +63,8 @@ _CUTS = ("},", "],", ",")
 def decode_in_parts(text: str) -> Any:
     """Returns the value that `json.loads` makes of a text.
 
-    `json.loads` is one call, which holds the interpreter's lock until it returns: 0.1 to 0.3 s for
-    8 MB of small numbers. Here a call reads at most PART characters, or one string. Raises
+    `json.loads` holds the interpreter's lock until it returns: 0.1 to 0.3 s for 8 MB of small
+    numbers. This function reads at most PART characters, or one string, at a time. Raises
     JSONDecodeError, and RecursionError for values that are nested too deeply.
     """
     if text.startswith("\ufeff"):

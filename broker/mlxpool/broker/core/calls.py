@@ -291,8 +291,9 @@ class Calls(Struct, eq=False):
 def allowed_keep(asked_ms: int, usual: float, longest: float) -> float:
     """Returns the seconds for which an idle model stays loaded. A negative time means no limit.
 
-    `asked_ms`: the client's request. `usual`: the model's keep_alive; if it has no limit, a client
-    cannot shorten it. `longest`: the most that clients may ask for beyond `usual`.
+    `asked_ms`: the milliseconds for which a client asks. `usual`: the seconds of the model's
+    keep_alive; a keep_alive without limit cannot be shortened. A client gets at most `longest`
+    seconds, or `usual` if that is more. Negative values mean no limit.
     """
     if usual < 0:
         return usual

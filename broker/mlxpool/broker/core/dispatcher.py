@@ -51,7 +51,7 @@ class Dispatcher(Struct, eq=False):
         """Assigns the model's waiting requests: first resumed requests, then fresh requests.
 
         A place (batch slot) that was promised to an owner goes to that owner's requests first. Jobs
-        that are blamed for lost workers, and yield to other requests, get the remaining places.
+        that yield to other requests, because they are blamed for lost workers, come last.
         """
         if self._state.phase is PoolPhase.CLOSING:
             return  # all requests are about to end

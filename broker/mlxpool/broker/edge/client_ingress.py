@@ -167,9 +167,10 @@ class ClientIngress:
     def _within_quota(self, peer: Peer, owner: str, parts: list[bytes], now: float) -> bool:
         """Returns whether the owner may send these bytes. If not, answers or drops the message.
 
-        Above the quota small messages still pass, and larger messages are answered with an error.
-        Once the owner's debt of bytes has its maximum, all messages are dropped without an answer.
-        If the peer may not name owners, only the header of a message over the quota is decoded.
+        Over the quota the owner gets a debt of bytes: small messages still pass, and larger
+        messages are answered with an error. At the largest debt all messages are dropped without an
+        answer. If the peer may not name owners, only the header of a message over the quota is
+        decoded.
         """
         limit, size = self._settings().quota_bytes, sum(map(len, parts))
         if not limit:

@@ -69,9 +69,9 @@ class Connection(Struct, eq=False):
 class Connections:
     """The open connections, the oldest first. Any thread may call every method.
 
-    They are few and short-lived: idle connections make room for new connections. Invariant: at most
-    MAX_CONNECTIONS are counted. A connection that was shut down is no longer counted; its thread
-    sees the end of the socket immediately and closes it.
+    They are few and short-lived: idle connections make room for new connections. Invariant: there
+    are at most MAX_CONNECTIONS, without those that were shut down. The thread of a connection that
+    was shut down sees the end of its socket immediately and closes it.
     """
 
     def __init__(self) -> None:

@@ -29,9 +29,9 @@ MAX_EXACT = 2**53  # a larger float may equal several whole numbers after roundi
 def job_digest(work: Work) -> bytes:
     """Returns a digest of 16 bytes; submissions with equal digests are one job.
 
-    The digest is of the checked request. A key with its default equals a missing key. Neither the
-    order of keys nor 1 in place of 1.0 makes a difference. The digest leaves out deadlines,
-    priority and the time to keep the result: they do not change the answer.
+    It is computed from the request after its checks. So it does not matter whether a key with its
+    default value is sent, in which order keys come, or whether a number is written 1 or 1.0.
+    Deadlines, priority and the time to keep the result are left out: they do not change the answer.
     """
     return hashlib.sha256(pack(_meaning(work))).digest()[:DIGEST_BYTES]
 

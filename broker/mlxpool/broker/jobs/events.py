@@ -17,10 +17,10 @@ class QuestionAsked(Struct, frozen=True):
     """A client asks about jobs, files or batches.
 
     `message` is the question, or the error of a body that cannot be parsed. `new_id` and `seed` are
-    random values for a new job. `operator`: the sender is an operator, who may read and change the
-    jobs of all owners. `owner` is then the owner that the question names. `submits`: the question
-    submits a job, a batch or a part of a file, even in a bad body; refusals of such questions are
-    counted.
+    random values for a job that the question may make. `operator`: the sender is an operator, who
+    may read and change the jobs of all owners; `owner` is then the owner that the question names.
+    `submits`: the message was sent to submit a job, a batch or a part of a file, even if its body
+    is bad. Refusals of such messages are counted.
     """
 
     link: int

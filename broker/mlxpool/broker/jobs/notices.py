@@ -1,9 +1,10 @@
 """Notices (webhook posts) of ended jobs and batches: when they are posted, and their results.
 
 The commit that ends a job or batch also stores its notice, which stays in the store until it is
-delivered. So it is delivered at least once, even if the broker ends in between. A job or batch has
-at most one notice under way, the earliest first. A notice that cannot be delivered within the time
-of the settings is given up. It is kept with the cause until its job or batch is deleted.
+delivered. So it is delivered at least once, even if the broker ends in between. If a job or batch
+has several notices, they are posted one after the other, the earliest first. A notice that cannot
+be delivered within the time of the settings is given up. It is kept with the cause until its job or
+batch is deleted.
 
 No origin (scheme, host and port) delays the notices of another: each has at most PER_ORIGIN notices
 under way. An unreachable origin is retried with a single notice, after growing pauses.
@@ -70,7 +71,10 @@ class NoticeQueue:
         self._due = math.inf  # time of the next read of the store
 
     def came(self, url: str, now: float) -> None:
-        """Schedules a read of the notice of an ended job or batch, unless its `url` is ""."""
+        """Schedules a read of the notice of an ended job or batch.
+
+        Does nothing if the job or batch has no notice: `url` is then "".
+        """
         if url:
             self._came = self._reading
             self._due = min(self._due, now)

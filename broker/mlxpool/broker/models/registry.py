@@ -301,10 +301,11 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def to_evict(models: Iterable[Model], missing: int) -> list[Model]:
-    """Returns idle models that free `missing` bytes, the least recently used first.
+    """Returns idle models to unload, so that `missing` bytes become free.
 
-    Returns [] if all idle models free too few bytes. Models that the settings keep for ever, and
-    workers of other supervisors, are not evicted. Models that a client keeps for ever come last.
+    The least recently used models come first. Returns [] if all idle models together would free too
+    few bytes. Models that the settings keep for ever, and workers of other supervisors, are not
+    evicted. Models that a client keeps for ever come last.
     """
     idle = [m for m in models if m.idle_since and m.local_workers and m.config.keep_alive >= 0]
     chosen, freed = [], 0

@@ -1,7 +1,7 @@
-"""Computes the number of workers that a model should have from the time and its load. Pure.
+"""Computes how many workers a model should have, given its load and the time. Pure.
 
-Workers are started accordingly by the pool's own supervisor, or by a cluster (`mlxpool.cluster`),
-which reads the number in the broker's figures.
+The workers are started by the pool's own supervisor, or by a cluster (`mlxpool.cluster`), which
+reads the number in the broker's figures.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def next_scale(scale: ReplicaScale, load: ReplicaLoad, rules: Scaling, now: floa
     """Returns the number of workers that a model should have now.
 
     The number rises if more workers were needed for HOLD seconds; from 0 it rises immediately.
-    Workers that are starting count. The number falls if fewer workers were enough for `cool_down`
-    seconds. It then falls to the largest number that was needed in this time.
+    Workers that are still starting are part of the number. The number falls if fewer workers were
+    enough during the last `cool_down` seconds. It then falls to the largest number that was needed
+    in this time.
     """
     wanted = max(rules.min, min(rules.max, scale.wanted))
     need = needed(load, wanted, rules)

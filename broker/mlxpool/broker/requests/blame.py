@@ -28,9 +28,9 @@ def shares(ids: Sequence[bytes], in_prefill: bytes | None) -> dict[bytes, float]
 def batch_bound(charge: float) -> int:
     """Returns the largest batch that may contain a request of this charge; 0 if there is no bound.
 
-    After a first charge the bound is a quarter of the batch that shared the charge; after a second
-    charge it is 1. The bound depends only on the charge, because a job keeps only this number when
-    the broker restarts.
+    When a worker ends, the requests of its batch share the charge. After a first such end the bound
+    is a quarter of that batch, after a second it is 1. The bound is computed from the charge alone,
+    because a job keeps only its charge when the broker restarts.
     """
     if charge <= 0:
         return 0

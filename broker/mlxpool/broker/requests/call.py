@@ -14,9 +14,9 @@ from mlxpool.common.protocol.from_client import ModelCall
 class Call(Struct, eq=False):
     """An open call. `epoch`: the epoch of its worker; 0 while the call waits for a worker.
 
-    `losses` counts the lost workers that had the call. `charge` is its blame for lost workers, see
-    blame.py. `alone`: its worker computes the call without others. Its answer goes to `link` with
-    `attempt`. Times are on the core's clock.
+    `losses` counts the lost workers that had the call. `charge` is the call's blame for lost
+    workers, see blame.py. `alone`: a worker computes the call without other calls. The answer goes
+    to `link`, with the number `attempt`. Times are on the core's clock.
     """
 
     id: bytes

@@ -105,7 +105,7 @@ class Route(Struct, eq=False):
 
 
 class Crowd(Struct, frozen=True):
-    """The effect of a choice of worker on the requests that wait behind a request.
+    """The requests that wait behind a request, and the tokens that may be read a second time.
 
     `cached`: an estimate of the most tokens of the request's prompt that any worker has cached.
     Every other worker has to read these tokens again, which delays the waiting requests. `behind`:

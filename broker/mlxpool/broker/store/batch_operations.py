@@ -148,7 +148,7 @@ class Lines(Result, Struct, frozen=True):
     """The next lines of a batch, without their line ends: (number, offset in the file, bytes).
 
     `end` is the offset of the line after the last of these lines. `last`: the file ends at `end`.
-    Empty lines are left out, but numbers count them. Of a line longer than MAX_LINE only the first
+    Empty lines are left out, but have numbers. Of a line longer than MAX_LINE only the first
     MAX_LINE + 1 bytes are returned. `deadline_left`: the seconds until the batch's deadline.
     """
 
@@ -284,7 +284,7 @@ class SubmitBatch(Operation, Struct, frozen=True):
     Results: BatchSubmitted, DuplicateKey, KeyGone. The result is FileView if the file is not
     complete, and UnknownName if it does not exist.
 
-    `defaults` is for the broker, which reads the lines. A batch and a job may have equal keys.
+    `defaults` has settings that only the broker reads. The key may also be the key of a job.
     `max_live`: the most live batches that the owner may have, including this batch.
     """
 
@@ -414,8 +414,8 @@ class EndBatch(Operation, Struct, frozen=True):
     """Ends a batch that has no waiting jobs, and is cancelled or has no unprocessed lines.
 
     Results: BatchView, UnknownName. Any other batch is not changed. The results are deleted `keep`
-    seconds after the end, see SubmitBatch. A batch with `notify` gets a notice with the names of
-    the two files of results.
+    seconds after the end, see SubmitBatch. A batch with `notify` gets a notice of its end, which
+    names `output_file` and `error_file`.
     """
 
     batch: bytes

@@ -127,10 +127,10 @@ class Finish(Operation, Struct, frozen=True):
     """Ends a waiting or running job, with its last output. Results: Changed, Fate, UnknownName.
 
     `state` is one of `ENDED`. `end` is the packed terminal message, of at most MAX_END bytes.
-    `answer` are the blobs of an answer, of at most MAX_ANSWER bytes together. A job with `notify`
-    gets a notice. A `cause` is kept as a failure, with a worker's `stacks`. `attempts` is the
-    number of consecutive failed attempts, the last included; None keeps the stored number.
-    `patient`: the operation is not urgent.
+    `answer`: the blobs of a call's answer, of at most MAX_ANSWER bytes together. A job with
+    `notify` gets a notice of its end. If there is a `cause`, it is kept as a failure of the job,
+    with a worker's thread `stacks`. `attempts` is the number of consecutive failed attempts, this
+    one included; None keeps the stored number. `patient`: the operation is not urgent.
     """
 
     id: bytes
@@ -156,10 +156,11 @@ class Finish(Operation, Struct, frozen=True):
 
 
 class Defer(Operation, Struct, frozen=True):
-    """Lets a running job wait again. It is due in `delay` seconds. Results: as for Finish.
+    """Lets a running job wait again; it is due in `delay` seconds.
 
-    `attempts` and `charge` replace the stored values; `starts` too, unless it is None. A `cause` is
-    kept as a failure of the job, with a worker's thread `stacks`.
+    Results: Changed, Fate, UnknownName. `attempts` and `charge` replace the stored values; `starts`
+    too, unless it is None. If there is a `cause`, it is kept as a failure of the job, with a
+    worker's thread `stacks`.
     """
 
     id: bytes

@@ -84,12 +84,12 @@ Name = Scope | bytes
 
 
 class Chunk(Struct, frozen=True):
-    """Output of a job from `pos` on, in whole steps.
+    """Output of a job from the position `pos` on, in whole decode steps.
 
-    `ids` are packed ids. `borders` has (ids, characters) for each step: their numbers in this chunk
-    up to the step's end. The last entry is (count, len(text)). Each step has ids: text without ids
-    goes into the next step, or into the end of the job. `logprobs` is a packed list with one entry
-    for each id; b"" if the request has none.
+    `ids` are packed ids. `borders` has a pair for each step: the numbers of ids and of characters
+    in this chunk up to the end of the step. So the last pair is (count, len(text)). Each step has
+    ids: text without ids goes into the next step, or into the end of the job. `logprobs` is a
+    packed list with one entry for each id; b"" if the request has none.
     """
 
     pos: int
@@ -304,11 +304,12 @@ class StoredRequest(Result, Struct, frozen=True):
 
 
 class Page(Result, Struct, frozen=True):
-    """Output of a job from a step border on, in whole steps.
+    """Output of a job, in whole decode steps.
 
-    `chunks` begin at or before the requested position. Output ends at `job.pos`, and can grow while
-    `job.state` is waiting. Without chunks there is no output after the position yet. `answer`: the
-    blobs of the answer of an ended job, on the page that has its last id.
+    The first chunk begins at or before the requested position. The output ends at `job.pos`, and
+    can grow while `job.state` is waiting. Without chunks there is no output after the requested
+    position yet. `answer`: the blobs of the answer of an ended job, on the page that has its last
+    id.
     """
 
     job: JobView
@@ -417,9 +418,9 @@ class StoreFigures(Result, Struct, frozen=True):
 class Cursor(Struct, frozen=True):
     """The position at which an export continues: the job `seq`, or the first job after it.
 
-    If `part` is 0, the export continues at the start of the job; otherwise at blob `part` - 1 in
-    the list of the blobs of its request and of its answer. Later blobs follow, then the output of
-    generation `gen` from `pos` on.
+    If `part` is 0, the export continues at the start of the job. Otherwise it continues at the blob
+    `part` - 1; the blobs of the job's request are counted first, then those of its answer. After
+    the blobs comes the output of generation `gen`, from `pos` on.
     """
 
     seq: int = 0

@@ -1,7 +1,8 @@
 """Ring buffers with the figures of the last minutes, for a newly opened status page.
 
 One thread writes them; other threads may copy the lists. There are at most MAX_POINTS points and
-MAX_COLUMNS columns. Each has an entry for every model that made tokens in its time.
+MAX_COLUMNS columns. A point or column has an entry for each model that made tokens in the period
+that it covers.
 """
 
 from __future__ import annotations

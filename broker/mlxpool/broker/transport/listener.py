@@ -1,7 +1,7 @@
-"""A reserve of free file descriptors. libzmq aborts the process if an accept on ipc finds none.
+"""A reserve of free file descriptors. libzmq aborts the process if it has none for an ipc client.
 
-libzmq's thread also accepts while the broker's thread waits for a CPU. A crowd of clients that
-exhausts the descriptors in that time still ends the broker.
+libzmq's thread also accepts connections while the broker's thread waits for a CPU. A crowd of
+clients that exhausts the descriptors in that time still ends the broker.
 
 If descriptors become scarce, the broker closes connections without live streams, the newest first.
 If that does not suffice, it unbinds the front's endpoints until enough are free again. Then libzmq

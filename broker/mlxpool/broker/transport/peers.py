@@ -58,12 +58,12 @@ class Backlogs:
         return self.bytes > self.max_bytes
 
     def stuck_longest(self, bytes_of: Callable[[int], int]) -> int:
-        """Returns the peer without progress for longest, among peers with a large backlog.
+        """Returns the peer that has made no progress for longest, among peers with a large backlog.
 
-        A large backlog is at least half the mean. `bytes_of` returns the backlog of a peer in
-        bytes. Peers with a small backlog are spared, because their end would free little memory.
-        All small backlogs together have less than half of the bytes, so a large backlog always
-        exists.
+        A large backlog has at least half as many bytes as the mean backlog. `bytes_of` returns the
+        backlog of a peer in bytes. Peers with a small backlog are spared, because their end would
+        free little memory. All small backlogs together have less than half of the bytes, so a large
+        backlog always exists.
         """
         enough = self.bytes / len(self._waits) / 2
         return next(number for number in self._waits if bytes_of(number) >= enough)
@@ -165,8 +165,8 @@ class Peers:
         """With `authorize`, the sender of each message is checked by the user id of its handshake.
 
         `keep_gone`: a closed peer keeps its number until `forget`, so that its last messages can
-        still be assigned to it; otherwise it is forgotten immediately. `max_backlogs`: the bound on
-        the bytes that wait for all peers together.
+        still be recognised as its own; without `keep_gone` it is forgotten immediately.
+        `max_backlogs`: the bound on the bytes that wait for all peers together.
         """
         self.socket = socket
         self.authorize = authorize

@@ -1,7 +1,7 @@
 """Causes of the ends of workers in words, and whether the worker itself is to blame.
 
-Causes appear in errors (`details.cause`), in `ps` (`last_exit`, `cause`) and in the log. The reason
-of an unload appears only in the log: elsewhere its cause is STOPPED.
+Causes appear in errors (`details.cause`), in `ps` (`last_exit`, `cause`) and in the log. Only the
+log tells why a worker was unloaded; errors and `ps` have STOPPED.
 """
 
 from __future__ import annotations

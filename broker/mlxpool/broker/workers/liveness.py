@@ -63,10 +63,11 @@ class Verdict(Struct, frozen=True):
 
 
 class Watch(Struct, eq=False):
-    """The last sample of a process, and the ages of its signals in seconds of running time.
+    """The last sample of a process, and the ages of its signals in seconds.
 
-    `still` is the age of the compute thread's last progress, `silent` the age of the last
-    heartbeat, and `edge_still` the age of the last progress of the edge (main) thread.
+    Only time in which the process could run counts. `still` is the age of the compute thread's last
+    progress, `silent` the age of the last heartbeat, and `edge_still` the age of the last progress
+    of the edge (main) thread.
     """
 
     at: float = 0.0  # time of the last sample; 0: never
@@ -126,8 +127,8 @@ def limit_of(look: ProgressReading, config: PoolConfig) -> float:
 def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int = 0) -> Verdict:
     """Returns the worst verdict of all signals. Before its welcome a worker sends no heartbeats.
 
-    A group is judged by all its ranks: if one rank stops, the other ranks wait for it. The cause
-    names the rank for which the others wait, if their progress shows it.
+    A group is judged by all its ranks: if one rank stops, the other ranks wait for it. If the
+    ranks' progress shows which rank they wait for, the cause names this rank.
     """
     rss = watch.sample.all_rss
     if 0 < memory_limit < rss:

@@ -43,8 +43,9 @@ def keeps_batch_bounds(worker: Worker, request: Request) -> bool:
 def has_image_place(worker: Worker, request: Request) -> bool:
     """Returns whether the worker may get the images of a request; True without images.
 
-    Images are prepared one after the other, and occupy a place of the batch during that time. So at
-    most half the places, or the only place, may have images in preparation.
+    A worker prepares images one after the other, and a request occupies a place of the batch during
+    that time. So at most half of a worker's places may have images in preparation, or its only
+    place.
     """
     if not request.message.prompt.images:
         return True

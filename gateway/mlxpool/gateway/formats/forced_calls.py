@@ -110,8 +110,8 @@ def calls_or_answer(
 ) -> Any:
     """Returns the option `format` that allows calls of these tools, or text in format `answer`.
 
-    The calls have the form that `forced_call` describes. Returns None if the format of tools, or
-    `answer`, does not allow both. Raises ValueError as `forced_call` does.
+    The calls have the form that `forced_call` describes. Returns None if the model's `tool_format`,
+    or `answer`, cannot be combined with another format. Raises ValueError as `forced_call` does.
     """
     style, schema = _STYLES.get(tool_format or ""), _schema_of(answer)
     rule = _answer(answer) if schema is None else f"answer: %json {_guided(schema)}"

@@ -75,11 +75,11 @@ def check_formats(
     options: Mapping[str, Any],
     think_field: str,
 ) -> Mapping[str, Any]:
-    """Returns the options without `think` if the chat template of the model `name` cannot think.
+    """Returns the options, without `think` if the chat template of the model `name` cannot think.
 
-    Raises HttpError for tools if the template supports none, and for thoughts if the field
-    `think_field` only switches thinking on or off. A field with an effort is ignored instead,
-    because programs send it to every model.
+    Raises HttpError for tools if the template supports none. Raises it for thoughts if the template
+    has none and the field `think_field` only switches thinking on or off. A field that names an
+    effort is ignored instead, because programs send it to every model.
     """
     if tools and chat.tools is None:
         advice = "" if chat.generic_tools == OFF else ", or have a call forced by `tool_choice`"
@@ -102,11 +102,11 @@ def calls_format(
 ) -> dict[str, Any]:
     """Returns the option `format` of an answer that may have calls.
 
-    An empty result keeps the format of `options`. `forced`: the tools of which the answer must call
-    one. Without `forced`, arguments of strict tools follow their schemas; if `options` also has a
-    format, the answer is calls, or a text in that format. `function`: the path of the function
-    inside a tool, for error messages. Raises HttpError if the model's format of calls, or a schema,
-    does not allow it.
+    If the result is empty, the format in `options` stays. `forced`: the tools of which the answer
+    must call one. Without `forced`, arguments of strict tools follow their schemas; if `options`
+    also has a format, the answer is calls, or a text in that format. `function`: the path of the
+    function inside a tool, for error messages. Raises HttpError if the model's format of calls, or
+    a schema, does not allow it.
     """
     strict = [number for number, tool in enumerate(tools) if tool["function"].get("strict")]
     text_format = options.get("format") if tools else None

@@ -206,8 +206,9 @@ class ResumableGeneration:
     async def begin(self, deadline: float | None, keep: float) -> None:
         """Finds or submits the jobs; `deadline` is in seconds from now.
 
-        `keep`: seconds that the jobs are kept after their end. Raises PoolError. Raises HttpError
-        if another request has the same key, and if the number of the last event is unknown.
+        `keep`: the seconds for which the jobs are kept after their end. Raises PoolError. Raises
+        HttpError if a different request has used the same key, or if the answer to which the
+        client's last event belongs no longer exists.
         """
         for number, request in enumerate(self._requests):
             submitted = await self._found(number, request, deadline, keep)

@@ -53,7 +53,7 @@ class PoolAccess:
 
     @property
     def client(self) -> AsyncClient:
-        """The client, acting for the request's owner, of the pool that has the request's model."""
+        """The client of the pool that has the request's model; it acts for the request's owner."""
         return _for_owner(self.models.client)
 
     def _check_owner(self) -> None:
@@ -66,10 +66,11 @@ class PoolAccess:
 
     @property
     def job_client(self) -> AsyncClient:
-        """The client, acting for the request's owner, of the pool that keeps its job or file.
+        """The client of the pool that keeps the request's job or file.
 
-        `model`, `find_kept` or `take_keeper` has chosen the pool before. Raises HttpError if the
-        gateway does not name the owners of API keys to the broker.
+        It acts for the request's owner. The pool was chosen before by `model`, `find_kept` or
+        `take_keeper`. Raises HttpError if the gateway does not name the owners of API keys to the
+        broker.
         """
         self._check_owner()
         return _for_owner(self.models.client)

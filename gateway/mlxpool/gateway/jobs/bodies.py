@@ -45,8 +45,8 @@ def job_list(rows: Sequence[Mapping[str, Any]], following: int) -> dict[str, Any
 class Place(Struct, frozen=True):
     """The position of a reader of a job: a generation, and how many of its ids the reader has.
 
-    `gen` None means the present generation. `ended`: the reader has the final result. `failed`: the
-    number of errors of the job at this position that the reader has. After an error the job may be
+    `gen` None means the present generation. `ended`: the reader has the final result. `failed`: how
+    many errors of the job the reader has got at this position. After an error the job may be
     retried; the retry then continues from here, or fails here again.
     """
 
