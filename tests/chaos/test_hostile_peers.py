@@ -234,7 +234,7 @@ def test_a_message_of_half_a_million_parts(target: Target) -> None:
 def test_excess_parts_are_read_in_pieces(tmp_path: Path) -> None:
     """Excess parts of a message are read in pieces, between which the loop serves other peers.
 
-    The test counts the pieces, so it needs no broker.
+    The test counts the pieces itself, without a broker.
     """
     import zmq
 

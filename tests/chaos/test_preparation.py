@@ -132,7 +132,7 @@ Client(sys.argv[1], connect_timeout=200).tokenize("m", ("x" * 20 + " ") * 10**5)
 
 
 def test_the_call_of_a_killed_client_is_not_prepared_to_its_end(patient_pool: Pool) -> None:
-    """The preparation ends with its client.
+    """The preparation of a text ends when its client is killed.
 
     Otherwise the text would occupy a tokenizing process for 20 minutes.
     """

@@ -1,4 +1,4 @@
-"""A worker is killed during an answer with a format: the answer does not change, and parses."""
+"""A worker is killed during an answer with a format: the answer is the same, and can be parsed."""
 
 from __future__ import annotations
 

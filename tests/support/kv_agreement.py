@@ -28,11 +28,11 @@ CHUNK = 256  # tokens of a chunk
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The agreement of both caches over a text.
+    """The agreement of an 8-bit and an unquantised cache over a text.
 
     `share` is the fraction of `positions` at which both caches give the same most likely token.
-    `divergence` is the mean Kullback-Leibler divergence, in nats. `capacity` is the ratio of the
-    numbers of tokens that fit into the same bytes.
+    `divergence` is the mean Kullback-Leibler divergence, in nats. `capacity` is the number of
+    tokens of the 8-bit cache in some bytes, divided by that of the other cache.
     """
 
     positions: int
@@ -42,7 +42,7 @@ class Agreement:
 
 
 def compare(loaded: LoadedModel, ids: Sequence[int], window: int) -> Agreement:
-    """Returns the agreement of both caches over a text."""
+    """Returns how far an 8-bit and an unquantised cache agree over a text."""
     exact_layout, exact_shape = _layout(loaded, AUTO, window)
     layout, shape = _layout(loaded, INT8, window)
     agreeing, divergence = 0, 0.0

@@ -262,10 +262,10 @@ class Pool(Closing):
     def cli(
         self, *arguments: str, stdin: str | None = None, process: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        """Runs the `mlxpool` command against this pool: here, or in its own `process`.
+        """Runs the `mlxpool` command against this pool: here, or with `process` in a new process.
 
-        The command waits for a broker without processor time. It is run again if it gave up on a
-        broker that still runs.
+        The command waits longer than for users, as a busy machine may give the broker no processor
+        time. It is run again if it gave up on a broker that still runs.
         """
         end = time.monotonic() + PATIENCE
         while True:

@@ -124,7 +124,8 @@ def ask(
 
     `where` is the run directory of a local broker, or a target. Raises BrokerLost naming the
     endpoint if no answer comes in time; a starting broker may still answer later. Raises
-    Unauthorized naming a refused key, and the error in the broker's answer.
+    Unauthorized naming the key if the broker refuses it. If the answer is an error, raises this
+    error.
     """
     target = Target(where) if isinstance(where, Path) else where
     endpoint, credentials = target.endpoint_of("admin"), target.credentials()

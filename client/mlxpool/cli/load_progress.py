@@ -113,7 +113,7 @@ def _loaded_share(worker: Mapping[str, Any], model: Mapping[str, Any]) -> str:
 class LoadProgress(Closing):
     """Shows the progress of a model's load, in a separate thread, until `close`.
 
-    It does nothing if standard error is no terminal, or without the admin socket's `target`.
+    It does nothing if standard error is no terminal, or if the admin socket (`target`) is unknown.
     """
 
     def __init__(self, target: Target | None, model: str) -> None:

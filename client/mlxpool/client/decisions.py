@@ -41,7 +41,10 @@ class Decision(Struct, frozen=True):
 
     @property
     def expected(self) -> float:
-        """The mean of a scale, or the probability of yes. Raises TypeError if labels are texts."""
+        """The mean of a scale, weighted by the probabilities, or the probability of yes.
+
+        Raises TypeError if labels are texts.
+        """
         mean = 0.0
         for label, share in self.probabilities.items():
             if isinstance(label, str):

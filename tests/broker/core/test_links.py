@@ -89,7 +89,7 @@ def test_a_silent_client_with_many_streams_is_ended_in_portions(story: Story) ->
 
 
 def test_whether_somebody_waits_is_looked_up_once_for_each_model(story: Story) -> None:
-    """The queue is searched once for each model, not once for each stream of the silent client."""
+    """Whether other requests wait is looked up once per model, not once per ended stream."""
     story.running(sequences=8)
     for _ in range(7 + 100):
         story.generate()

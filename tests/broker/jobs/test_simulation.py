@@ -1,7 +1,8 @@
 """Random histories of jobs: late commits, deaths of workers and brokers, jumps of the clock.
 
 In every history a reader gets an id only after its commit, and an accepted job ends exactly once.
-No id is lost, duplicated or out of order within a generation.
+No id is lost, duplicated or out of order, until the job begins anew with other weights (a new
+generation).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A request comes at a given time, or some seconds after the end of another request. The next turn of
 a chat, for example, is sent after the user has read the last answer, and an agent sends its next
-call after the last one.
+call after the answer to its last one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def chats(seed: int, count: int = 120, *, rate: float = 2.0, system: int = 800) 
 
 
 def tenants(seed: int, count: int = 240, *, rate: float = 3.0, tenants: int = 24) -> Load:
-    """Returns chats of 1 to 3 turns of many tenants, each with a long prompt.
+    """Returns chats of 1 to 3 turns; each of many tenants has a long prompt of its own.
 
     A few tenants have most of the chats.
     """
