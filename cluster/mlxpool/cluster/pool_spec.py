@@ -109,7 +109,8 @@ def check_name(name: str) -> str:
 def model_spec(name: str, config: ModelConfig) -> ModelSpec:
     """Returns those settings of a model that the cluster needs.
 
-    Raises ConfigError for fewer GPUs than devices, and for gpu_ids.
+    Raises ConfigError if the model has fewer GPUs than devices, or if it sets gpu_ids, because Ray
+    chooses the GPUs.
     """
     if config.gpu_ids:
         raise ConfigError(

@@ -98,9 +98,9 @@ class ConstrainedRows:
     ) -> tuple[RowMasks, list[tuple[Generation, Exception]]]:
         """Returns the masks for the draws of the newest pass, and rows whose masks failed.
 
-        A row whose next tokens are already known does not draw. A row whose mask is not made yet
-        does not draw either. It reads its last input again in a later step, when the mask is made.
-        A row that checks `drafts` has a mask after each draft.
+        A row does not draw if its next tokens are already known, or if its mask is not made yet. In
+        the second case it reads its last input again in a later step, when the mask is made. A row
+        that checks `drafts` has a mask after each draft.
         """
         asking: dict[Constraint, Generation] = {}
         for row in rows:

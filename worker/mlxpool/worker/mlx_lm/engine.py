@@ -76,7 +76,7 @@ def open_file_limit_kept() -> Iterator[None]:
 
 
 def load(folder: ModelFolder, on_progress: OnProgress = lambda tensors, size: None) -> Any:
-    """Loads mlx-lm's model with its weights, in float32 on the CPU.
+    """Loads mlx-lm's model with its weights; on the CPU it computes in float32.
 
     Raises ModelLoadFailed if config.json names Python code of the model, which is never run. If
     mlx-lm fails, raises ModelLoadFailed with mlx-lm's message.

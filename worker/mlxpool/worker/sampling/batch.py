@@ -136,8 +136,8 @@ class SamplingBatch:
     def part(self, first: int, end: int) -> SamplingBatch:
         """Returns the batch of the rows [first, end).
 
-        The part has log-probabilities of the same number of tokens as the batch, so outputs of
-        parts can be joined.
+        The part returns as many log-probabilities for each row as the batch, so outputs of parts
+        can be joined.
         """
         width = max(map(len, self.scored), default=0)
         scored = [(*ids, *[0] * (width - len(ids))) for ids in self.scored[first:end]]

@@ -44,9 +44,9 @@ class RowSearch:
         return self.saved > 0 and self.saved >= min(self._needed, MAX_SAVED)
 
     def earn(self, step: float, gained: float = 0.0) -> None:
-        """Adds a fraction of the seconds `step` and one of the seconds `gained` to the budget.
+        """Adds to the budget a fraction of `step`, the seconds of an ended step.
 
-        `step`: the time of an ended step. `gained`: the time that drafts gained in it.
+        Also adds a fraction of `gained`, the seconds that drafts gained in this step.
         """
         self._step = step
         self._save(TIME_SHARE * step + GAIN_SHARE * max(0.0, gained))

@@ -72,8 +72,8 @@ class LoadClock:
 def process_age() -> float:
     """Returns the seconds since the start of this process.
 
-    On Linux it uses the kernel's clock since the boot: psutil adds the time of the boot, which is
-    known only to a second.
+    On Linux both times are read from the kernel's clock, which counts from the boot. The start time
+    from psutil would be less exact, because it includes the time of the boot in whole seconds.
     """
     if sys.platform != "linux":
         return time.time() - psutil.Process().create_time()
