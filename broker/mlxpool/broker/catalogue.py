@@ -33,7 +33,7 @@ MAX_SECONDS = 60.0  # most seconds for a model; after them the disk hangs, or a 
 
 
 class InspectionError(Exception):
-    """Raised if the inspecting process is unusable.
+    """Raised if the process that inspects models failed, was too slow, or could not be started.
 
     The message is shown as a problem of the model.
     """

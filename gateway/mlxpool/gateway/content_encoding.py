@@ -29,7 +29,7 @@ class Decoder(Protocol):
         ...
 
     def finish(self) -> None:
-        """Raises ValueError if the data end too early."""
+        """Raises ValueError if the compressed data end too early."""
         ...
 
 

@@ -76,7 +76,10 @@ class Surroundings(Struct, frozen=True):
         )
 
     def unparsable(self, client: str | None) -> Exchange:
-        """Counts and logs a response 400 to bytes that are not HTTP. Returns its record."""
+        """Counts and logs the response 400 to bytes that are not HTTP.
+
+        Returns the response's record.
+        """
         exchange = Exchange(
             id=uuid.uuid4().hex, method=OTHER_METHOD, route=UNPARSABLE, started=time.monotonic(),
             client=client, status=400, failure=NOT_HTTP,

@@ -115,7 +115,7 @@ class ModelList:
         return model if model.inspected else await self._inspected(model.name)
 
     async def _inspected(self, name: str) -> ModelInfo:
-        """Waits for the inspection of a model in the list."""
+        """Returns a model of the list, after it has waited for the inspection of the model."""
         end = time.monotonic() + self._inspection_wait
         while time.monotonic() < end:
             await asyncio.sleep(INSPECTION_PAUSE)

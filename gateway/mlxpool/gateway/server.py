@@ -69,7 +69,7 @@ class DrainingServer(uvicorn.Server):
             bound.listen(listening.BACKLOG)  # asyncio has set ACCEPTED_AT_ONCE
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal; the loop does the work."""
+        """Handles a signal: passes the work to the event loop."""
         self.interrupted = self.interrupted or sig == signal.SIGINT
         if self._loop is None or not self.started:
             self.should_exit = True

@@ -168,7 +168,7 @@ class Target(Protocol):
         """Applies limits and keys. Returns a map of the revoked keys: public key -> name."""
 
     def use_models(self, models: Mapping[str, ModelConfig]) -> None:
-        """Applies the models of new settings."""
+        """Takes over the models of the new settings; their files are scanned again."""
 
     def disconnect_user(self, user: str, now: float) -> None:
         """Ends every connection whose handshake had this user id."""

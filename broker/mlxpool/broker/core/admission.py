@@ -300,7 +300,7 @@ def _seconds(milliseconds: int | None) -> float:
 
 
 def _seed(message: Generate, entropy: int) -> int:
-    """Returns the request's own seed, the seed of its earlier attempt, or a new seed."""
+    """Returns the seed that the request names, or the seed of an earlier attempt, or a new seed."""
     if message.options.seed >= 0:
         return message.options.seed
     earlier = None if message.resume is None else message.resume.seed

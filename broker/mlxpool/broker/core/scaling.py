@@ -14,7 +14,7 @@ from mlxpool.broker.workers.worker import SERVING
 
 
 class ReplicaScaling(Struct, eq=False):
-    """Adapts the number of workers that this broker starts to the load of their model.
+    """Adapts the number of workers that this broker starts for a model to the model's load.
 
     Other supervisors read the wanted number in the broker's figures, and start their workers
     themselves.

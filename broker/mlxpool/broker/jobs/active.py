@@ -26,7 +26,7 @@ UNREAD_BYTES = 8 * 1024  # bytes of unread steps above which WRITE_DELAY applies
 class Step(NamedTuple):
     """A piece of output that is stored whole: `text` is exactly the text of `ids`.
 
-    `size`: the most bytes that the stored piece takes.
+    `size`: a bound on the bytes that the piece takes in the store.
     """
 
     text: str

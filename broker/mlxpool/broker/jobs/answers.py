@@ -95,7 +95,7 @@ def row_of(job: JobView, *, runs: bool) -> dict[str, Any]:
 def notice_state(notify: str, ended: float | None, stored: str) -> str:
     """Returns waiting, delivered or given_up for the notice of a job's end; "" without a notice.
 
-    `notify` is its URL. `stored` is the state of an undelivered notice in the store.
+    `notify` is the URL for the notice. `stored` is the state in the store of an undelivered notice.
     """
     return "" if not notify or ended is None else stored or "delivered"
 

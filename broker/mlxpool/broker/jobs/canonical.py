@@ -63,7 +63,7 @@ def _without_defaults(call: ModelCall) -> dict[str, Any]:
 
 
 def canonical(value: Any) -> Any:
-    """Returns one form for all equal values: maps are sorted, without None, and 1 replaces 1.0."""
+    """Returns one form for all equal values: maps are sorted and lack None, and 1 replaces 1.0."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, Mapping):

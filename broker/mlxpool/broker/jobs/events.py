@@ -109,7 +109,7 @@ class Closing(Struct, frozen=True):
 
 
 class Wake(Struct, frozen=True):
-    """The time of `JobManager.next_wake` has come, or the pool may have room."""
+    """The time of `JobManager.next_wake` has come, or the pool may have places for more jobs."""
 
 
 Event = (

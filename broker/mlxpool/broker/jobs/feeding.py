@@ -303,7 +303,7 @@ class Feeder(Struct, eq=False):
             backlog.pause_until = again_at
 
     def started(self, group: Group, owner: str, *, suspect: bool = False) -> None:
-        """Counts a job that the core now has. `suspect`: it was read as a suspect."""
+        """Counts a job that the core now has. `suspect`: the store was asked for a suspect."""
         backlog = self.groups.setdefault(group, Backlog())
         backlog.active += 1
         backlog.owners[owner] += 1

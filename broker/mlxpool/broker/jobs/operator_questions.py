@@ -66,7 +66,7 @@ class OperatorQuestions:
     # ---- one job -------------------------------------------------------------------------------
 
     def _look(self, event: ev.QuestionAsked, question: AboutJob) -> None:
-        """Answers with a job, its failures, and the last part of its text."""
+        """Answers with a job, its failures, and the end of its text."""
 
         def then(history: History, now: float) -> None:
             self._look_at_text(event, history)

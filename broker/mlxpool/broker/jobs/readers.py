@@ -247,7 +247,10 @@ class Readers:
         self._go_on(reader, now)
 
     def _begin(self, reader: Reader, job: JobView, now: float) -> bool:
-        """Answers the reader of a job. Returns False if the job has too many readers."""
+        """Begins to send a job to a reader, with the answer that the request is accepted.
+
+        Returns False, after an error to the reader, if the job has too many readers.
+        """
         of_job = self._of_job.setdefault(job.id, {})
         if len(of_job) >= MAX_READERS:
             why = f"the job has {MAX_READERS} readers, which is the most"

@@ -338,10 +338,10 @@ class Runs:
         )
 
     def _is_patient(self, active: ActiveJob, now: float) -> bool:
-        """Returns whether the end of a job may wait for the ends of other jobs of its batch.
+        """Returns whether the write of a job's end may wait for the ends of jobs of the same batch.
 
-        It may wait if the store is about to read more jobs: that read is urgent, and its commit
-        includes the waiting ends.
+        It may wait if the store is about to read more jobs: that read is urgent, and is committed
+        together with the waiting ends.
         """
         job = active.job
         return (

@@ -59,7 +59,10 @@ def detailed(registry: Registry, name: str, now: float) -> dict[str, Any]:
 
 
 def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns shorter rows for clients; for many models only the columns that can change."""
+    """Returns shorter rows for clients.
+
+    If there are many models, the rows have only the columns that can change.
+    """
     if len(rows) > MAX_DETAILED:
         return [{key: row[key] for key in BRIEF_KEYS} for row in rows]
     return [{**row, "error": row["error"] and row["error"][:MAX_ERROR]} for row in rows]

@@ -150,7 +150,7 @@ class NoticeSender(Closing):
         return taken
 
     def close(self) -> None:
-        """Ends the thread and the attempts under way, which the next broker repeats."""
+        """Ends the thread. Attempts under way are cut off; the next broker repeats them."""
         if self._loop is None or self._thread is None:
             return
         if self._thread.is_alive():

@@ -30,7 +30,7 @@ NO_PLACES: Mapping[str, int] = {}
 
 
 def cost(request: Request) -> int:
-    """Returns the tokens of a request, prompt and answer, as they count in its owner's turns."""
+    """Returns the tokens of a request, prompt and answer, that count in its owner's turns."""
     most = request.message.options.max_tokens
     left = max(1, most - request.run.taken) if most > 0 else MAX_DECODE_COST
     return min(MAX_COST, prompt_tokens(request.message) + min(MAX_DECODE_COST, left))
@@ -62,7 +62,7 @@ class Lane:
         self.texts += not request.message.prompt.images
 
     def add_first(self, request: Request) -> None:
-        """Adds a preempted request as the first of its owner, and moves the owner to the end."""
+        """Adds a preempted request as the first of its owner; the owner's turn comes last."""
         self.add(request)
         self.owners[request.owner].move_to_end(request.id, last=False)
         self.owners.move_to_end(request.owner)

@@ -98,7 +98,11 @@ class Route(Struct, eq=False):
         self.predicted.clear()
 
     def dropped(self, evicted: int) -> None:
-        """Updates the index: the worker's cache has evicted `evicted` tokens since its start."""
+        """Updates the index after evictions.
+
+        `evicted`: the number of tokens that the worker's cache has evicted since the worker's
+        start.
+        """
         if evicted > self.evicted:
             self.index.shrink(evicted - self.evicted)
             self.evicted = evicted

@@ -38,7 +38,10 @@ def of_end(id: bytes, state: str, end: bytes) -> int:
 
 
 def _crc(*parts: Part) -> int:
-    """Returns the CRC-32 of the parts and of their lengths, so it depends on their borders."""
+    """Returns the CRC-32 of the parts and of their lengths.
+
+    With the lengths, the same bytes that are divided otherwise have another checksum.
+    """
     crc = 0
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode(errors="surrogatepass")

@@ -194,8 +194,8 @@ class SetBack(Operation, Struct, frozen=True):
 class NewGeneration(Operation, Struct, frozen=True):
     """Restarts the output of a job at position 0, as generation `gen` + 1. Results: as for Finish.
 
-    The broker does this if the worker's model has another digest. The stored ids and facts are
-    deleted.
+    The broker does this if the worker's model has a digest that differs from the digest with which
+    the output began. The stored ids and facts are deleted.
     """
 
     id: bytes
@@ -346,7 +346,7 @@ class ReadPoisons(Operation, Struct, frozen=True):
 
 
 class OriginLoad(Struct, frozen=True):
-    """The number of an origin's notices under way, and the number that may be added."""
+    """An origin, the number of its notices under way, and how many more may be posted now."""
 
     origin: str
     under_way: int

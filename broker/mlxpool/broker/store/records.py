@@ -318,7 +318,7 @@ class Page(Result, Struct, frozen=True):
 
 
 class JobRestarted(Result, Struct, frozen=True):
-    """The requested generation is not the present generation, which begins at position 0."""
+    """The requested generation of the output is not the present one, which begins at position 0."""
 
     job: JobView
 
@@ -432,8 +432,8 @@ class Cursor(Struct, frozen=True):
 class ExportedJob(Struct, frozen=True):
     """A part of an exported job. `request` is None on all pages after the job's first page.
 
-    `blobs` of the request and of the `answer` are (number, data). `damaged` names the parts that
-    the disk has changed; they are left out.
+    `blobs` has pairs (number, data): numbers from 0 are blobs of the request, numbers below 0 blobs
+    of the answer. `damaged` names the parts that the disk has changed; they are left out.
     """
 
     job: JobView

@@ -74,7 +74,7 @@ class RateColumn(Struct, eq=False):
 
 
 class RecentEvents(Struct, frozen=True):
-    """The numbers of ended, failed and rejected requests, and of restarts, in all points."""
+    """Sums over all points: ended, failed and rejected requests, and restarts."""
 
     ended: int  # all ended streams
     failures: Counter[str]  # failed streams, by error code
@@ -84,7 +84,7 @@ class RecentEvents(Struct, frozen=True):
 
 
 class Increase:
-    """The increases of named counts between two calls of `since`."""
+    """Computes the increases of named counts from one call of `since` to the next."""
 
     def __init__(self) -> None:
         self._seen: Mapping[str, int] = {}

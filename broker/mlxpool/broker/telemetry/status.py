@@ -42,7 +42,7 @@ Row = TypeVar("Row", ModelSnapshot, WorkerSnapshot)
 
 
 def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, Any]:
-    """Returns the JSON of the page. Its units are seconds, bytes and rates a second.
+    """Returns the JSON of the page. Its units are seconds, bytes, and numbers per second.
 
     `now` is on the clock of `history`.
     """

@@ -76,7 +76,7 @@ class Backlogs:
             self._new.append(number)
 
     def sent(self, size: int) -> None:
-        """Counts a waiting message of `size` bytes that was sent."""
+        """Removes a message of `size` bytes from the count, because it was sent."""
         self.bytes -= size
 
     def drop(self, number: int, size: int) -> None:

@@ -37,7 +37,7 @@ class Sample(Struct, frozen=True):
 
     @property
     def all_rss(self) -> int:
-        """Bytes of all processes of the worker."""
+        """Resident bytes of all processes of the worker."""
         return self.rss + sum(other.rss for other in self.others)
 
 

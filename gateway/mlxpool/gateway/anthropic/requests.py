@@ -269,7 +269,7 @@ def _budget(thinking: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _think(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the option `think`; empty if the chat template decides."""
+    """Returns the option `think` as a map; empty if the chat template decides about thoughts."""
     if body.get("thinking") is None:
         return {}
     kind = fields.choice(_thinking(body), "type", THOUGHTS, "thinking.")
@@ -279,7 +279,10 @@ def _think(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _level(body: Mapping[str, Any]) -> str | None:
-    """Returns the level of thinking, one of the pool's levels; None if the request has none."""
+    """Returns the level of thinking that the request names, in the pool's words.
+
+    Returns None if the request names none.
+    """
     config = fields.mapping(body, "output_config")
     config = OUTPUT_CONFIG.check(config, "output_config.")
     effort = fields.choice(config, "effort", EFFORTS, "output_config.")

@@ -1,4 +1,4 @@
-"""Filters that leave out tool calls: all after the first, or a call that `stop` truncates. Pure."""
+"""Filters that leave out tool calls: all but the first, or a call that a stop string cuts. Pure."""
 
 from __future__ import annotations
 

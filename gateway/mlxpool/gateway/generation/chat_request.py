@@ -1,4 +1,4 @@
-"""A checked chat of an interface, and the check against the formats of its model. Pure."""
+"""The checked chat of a request, and its check against the formats of the model. Pure."""
 
 from __future__ import annotations
 

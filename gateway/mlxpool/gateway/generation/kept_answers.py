@@ -78,7 +78,7 @@ class KeptAnswer:
     ) -> None:
         """`stream`: a stream that reads a job from its first token on, with `steps`.
 
-        The other arguments come from the job's request.
+        The other arguments are those of the job's request.
         """
         self._stream = stream
         self._chat, self._tools, self._several_calls = chat, tools, several_calls

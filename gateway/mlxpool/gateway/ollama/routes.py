@@ -158,7 +158,10 @@ class OllamaRoutes:
     async def _vectors(
         self, request: OllamaEmbedRequest, response: ResponseWriter, *, normalise: bool
     ) -> Vectors | None:
-        """Returns the vectors of the inputs; without inputs loads or unloads the model (None)."""
+        """Returns the vectors of the inputs.
+
+        Without inputs it loads or unloads the model, and returns None.
+        """
         model = await self._get(request, response)
         if not request.inputs:
             await self._load_or_unload(model, request.keep_alive)

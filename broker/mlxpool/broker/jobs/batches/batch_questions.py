@@ -74,7 +74,7 @@ class BatchQuestions:
         message: messages.Question | job_operations.ListAllBatches,
         now: float,
     ) -> None:
-        """Answers a question. Raises PoolError if it is refused without the store."""
+        """Answers a question. Raises PoolError if it is refused before the store is asked."""
         if isinstance(message, SubmitBatch):
             self._submit(event, message)
         elif isinstance(message, ListBatches):

@@ -62,7 +62,7 @@ class Check(Protocol):
 
 
 class Portion(Struct, eq=False):
-    """Lines that become jobs together. The first `at` lines are checked."""
+    """Lines that become jobs together. The first `at` of them are already checked."""
 
     lines: Lines
     settings: BatchSettings

@@ -58,9 +58,9 @@ def release(database: Database, operation: Release, now: float, key_life: float)
 
 
 def sweep(database: Database, operation: Sweep, now: float, key_life: float) -> Swept:
-    """Ends jobs after their deadline, and deletes data whose retention time is over.
+    """Ends jobs whose deadline has passed, and deletes data whose retention time is over.
 
-    These data are results of jobs, deleted jobs, files and batches.
+    These data are the results of ended jobs, then the jobs themselves, and files and batches.
     """
     overdue = _overdue(database, operation, now)
     expired = tuple(
@@ -90,7 +90,7 @@ def _overdue(database: Database, operation: Sweep, now: float) -> list[JobView]:
 
 
 def _forget(database: Database, seq: int, now: float, key_life: float) -> None:
-    """Deletes the result of an ended job, or the row of a job in the state `gone`.
+    """Deletes the result of an ended job. If the job is already `gone`, deletes its row.
 
     The row is kept while the notice of the job's end is undelivered.
     """

@@ -199,7 +199,7 @@ def storable(text: str) -> str:
 
 
 def signed(seed: int) -> int:
-    """Returns a u64 as the signed 64-bit integer that databases can store."""
+    """Returns a u64 as a signed 64-bit integer, which databases can store."""
     return seed - (1 << 64) if seed >= 1 << 63 else seed
 
 

@@ -266,7 +266,7 @@ def finish(database: Database, operation: Finish, now: float) -> Result:
 
 
 def _running(database: Database, id: bytes, gen: int) -> JobView | None:
-    """Returns the running job if it still has this generation, else None.
+    """Returns the running job with this id and generation, else None.
 
     Running jobs are stored in the state `waiting`.
     """

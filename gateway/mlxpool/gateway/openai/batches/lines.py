@@ -1,4 +1,4 @@
-"""The lines of an input file, as requests of the pool, and the models that they name."""
+"""Converts the lines of an input file to the pool's form, and finds the models that they name."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def previous_id(body: Mapping[str, Any]) -> str | None:
 
 
 def _echoed(body: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the members of a response that repeat a field, or have its default."""
+    """Returns the members of a response that repeat a field of the request, or its default."""
     text = fields.mapping(body, "text")
     return {
         "max_output_tokens": options.get("max_tokens"),
