@@ -137,7 +137,7 @@ def unsupported_parameter(param: str, advice: str) -> HttpError:
 
 
 def without_folders(message: str) -> str:
-    """Returns a message of the pool that names files without their folders.
+    """Returns a message of the pool in which files are named without their folders.
 
     The folders of the server concern only its operator, who reads its log.
     """

@@ -25,8 +25,8 @@ MAX_SUBSCRIBERS = 64
 class Subscription(Struct, eq=False):
     """A connection's subscription to updates.
 
-    `id`: the id of its newest request. `until`: the end of its lease. `since`: the time of its
-    first request.
+    `id`: the id of the connection's newest request for updates. `until`: the end of the
+    subscription's lease. `since`: the time of the first request.
     """
 
     id: bytes | None

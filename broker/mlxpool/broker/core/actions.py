@@ -41,7 +41,7 @@ class StartWorker(Struct, frozen=True):
 class StopWorker(Struct, frozen=True):
     """Stops the process of a slot: asks it to end, and kills it if it does not end in time.
 
-    `at_once`: it is killed immediately.
+    `at_once`: the process is killed immediately.
     """
 
     slot: str

@@ -173,9 +173,9 @@ class SpawnFailed(Event, Struct, frozen=True):
 
 
 class WorkerHello(Event, Struct, frozen=True):
-    """The worker of a slot sent `hello` with its one-time token, which the edge has checked.
+    """The worker of a slot sent `hello` with a one-time token, which the edge has checked.
 
-    `token` is the new token, for the next `hello` of the worker.
+    `token` is a new token, which the worker sends with its next `hello`.
     """
 
     slot: str

@@ -154,9 +154,10 @@ class Broker:
             self.gateway_process.record()
 
     def _on_trouble(self, trouble: str, now: float) -> None:
-        """Reports to the core why new workers and commands cannot connect; "" if they can connect.
+        """Reports to the core why new workers and commands cannot connect.
 
-        While they cannot connect, ends the workers that have not connected yet.
+        `trouble` is the reason, or "" if they can connect. While they cannot connect, ends the
+        workers that have not connected yet.
         """
         self.perform(ev.Unreachable(trouble), now)
         if trouble:

@@ -178,7 +178,7 @@ class Queue:
     def add_preempted(self, request: Request) -> None:
         """Queues a request that gave up its place, as the first of its owner.
 
-        An idle job becomes the last of its owner.
+        An idle job is queued as the last of its owner instead.
         """
         lane = self.lanes[request.message.priority]
         (lane.add if request.rank == IDLE_RANK else lane.add_first)(request)
@@ -305,7 +305,7 @@ class Queue:
         return any(self.ranked[request.rank + 1 :])
 
     def waiting_since(self) -> float:
-        """Returns the time since when the oldest request waits; infinity without requests."""
+        """Returns the time at which the oldest request began to wait; infinity without requests."""
         eldest = (_first(waiting) for lane in self.lanes for waiting in lane.owners.values())
         return min((each.waiting_since for each in (*eldest, *self.resumed)), default=math.inf)
 

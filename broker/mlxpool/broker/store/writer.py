@@ -49,7 +49,7 @@ class Load(Struct, frozen=True):
 class Inbox:
     """The queue of operations.
 
-    The broker's loop adds without blocking; the store's thread takes.
+    The broker's loop adds operations without blocking; the store's thread takes them.
     """
 
     def __init__(self, bounds: Bounds) -> None:

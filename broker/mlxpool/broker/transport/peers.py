@@ -1,4 +1,4 @@
-"""The peers (connections) of a ROUTER: a number for each peer, and a bounded backlog if it is full.
+"""The peers (connections) of a ROUTER: each has a number, and a bounded backlog while it is full.
 
 libzmq's POLLOUT only means that *some* peer accepts messages, so sends to a full peer are retried,
 see Backlogs.

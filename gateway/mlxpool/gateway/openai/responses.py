@@ -109,7 +109,7 @@ class ChatChunks(Struct, eq=False):
     builders: list[DeltaBuilder]  # by choice
 
     def head(self) -> bytes:
-        """Returns a chunk with the role for each choice."""
+        """Returns a chunk for each choice, with the assistant's role."""
         start = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(number, start) for number in range(len(self.builders)))
 

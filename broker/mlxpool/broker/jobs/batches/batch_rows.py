@@ -70,7 +70,10 @@ class BatchSettings(Struct, frozen=True):
 
     @classmethod
     def unpacked(cls, packed: bytes) -> BatchSettings:
-        """Returns unpacked settings; the defaults for a batch whose settings were deleted."""
+        """Returns the settings in packed bytes.
+
+        Returns the defaults for a batch whose settings were deleted.
+        """
         try:
             return cls(**unpack(packed))
         except (ValueError, TypeError):

@@ -234,7 +234,7 @@ def delete_file(database: Database, operation: DeleteFile, now: float) -> Result
 
 
 def _needed_for(database: Database, file: FileView) -> str | None:
-    """Returns why a batch still needs a file; None if the file may be deleted now."""
+    """Returns why a batch still needs a file; None if no batch needs it."""
     batch = database.one(
         f"SELECT batch.state FROM batch, file WHERE file.id = ? AND {NEEDED} LIMIT 1", file.id
     )

@@ -136,7 +136,10 @@ class SqlStore(Closing):
         return int(ADMIT_SHARE * self._max_bytes)
 
     def room(self, share: float = ADMIT_SHARE) -> int:
-        """Returns the free bytes below `share` of the store's bound; negative above it."""
+        """Returns how many bytes may be added until `share` of the store's bound is in use.
+
+        The result is negative if more than this is in use.
+        """
         return int(share * self._max_bytes) - self.database.used_bytes()
 
     def room_of(self, operation: Operation) -> int:

@@ -18,7 +18,7 @@ from mlxpool.broker.store.sql.database import Database
 
 
 def submit(database: Database, operation: Submit, now: float, room: int) -> Result:
-    """Stores a job, unless its key is used, it needs more than `room` bytes, or exceeds a quota."""
+    """Stores a job, unless its key is used, a quota is exceeded, or `room` bytes do not suffice."""
     known = rows.find(database, operation.scope)
     if known is not None:
         if known.state is JobState.GONE:
