@@ -1,4 +1,4 @@
-"""The hosts of a broker and its workers, without Ray: real brokers, workers and keys."""
+"""BrokerHost and the hosts of workers, without Ray: real brokers, workers and keys."""
 
 from __future__ import annotations
 

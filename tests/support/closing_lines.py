@@ -1,4 +1,4 @@
-"""The last lines of `make test`: its time, and the additional tests of `make test-all`."""
+"""The last lines of `make test`: its time, and how many more tests `make test-all` runs."""
 
 from __future__ import annotations
 

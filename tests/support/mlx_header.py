@@ -22,7 +22,7 @@ HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
 
 
 def compiler_flags(library: Path) -> list[str]:
-    """Returns g++'s flags in MLX's library; a precompiled header needs the same flags."""
+    """Returns the g++ flags that MLX's library contains; a precompiled header needs these flags."""
     match = re.search(rb"g\+\+ (-[ -~]*?) -shared \{\}", library.read_bytes())
     return match[1].decode().split() if match else []
 

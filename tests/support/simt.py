@@ -187,7 +187,7 @@ class Ranks:
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:
-        """Launches on this GPU the kernels that the block calls."""
+        """Kernels that are called in the `with` block run on the simulated GPU `rank`."""
         self.rank = rank
         yield
         self.rank = 0

@@ -1,7 +1,7 @@
 """The tests of `make test`, and the additional tests of `make test-all`.
 
 tests/tiers.toml has the table. `full`: files and functions that only `make test-all` runs. `first`:
-files, folders and functions, with the number of cases of each function that `make test` runs.
+files, folders and functions, each with a number: `make test` runs so many cases of each function.
 `budget`: the processor seconds of `make test`. `make test` runs all other tests, too. A file on the
 command line is run completely.
 """

@@ -63,8 +63,8 @@ Rows = Iterable[tuple[tuple[str, ...], Value]]  # values of the labels, and the 
 class Family(Struct, Generic[Source], frozen=True):
     """A metric family. `rows` returns its labels and values from a source, such as a snapshot.
 
-    If each row has one number for every value of the last label, `last_label_values` are the values
-    of that label.
+    `last_label_values`: the values of the last label, if each row has a list with one number for
+    each of these values.
     """
 
     name: str

@@ -225,8 +225,8 @@ class Pools:
         That pool becomes the pool of the request. All pools are asked concurrently, so that a slow
         pool does not delay the answer. Raises the error of `ask` (UnknownJob, Gone, JobsOff) if no
         pool keeps the object, and BrokerLost if a pool that does not answer may keep it.
-        `despite_silent`: UnknownJob is raised in place of this BrokerLost if at least one pool that
-        keeps jobs answers; a caller uses it to look for a job that it submits if there is none.
+        `despite_silent`: raises UnknownJob, not BrokerLost, if at least one pool that keeps jobs
+        answers. Callers that submit the job if it does not exist set `despite_silent`.
         """
         if len(self.pools) == 1:
             return await ask(self.pools[0].client)

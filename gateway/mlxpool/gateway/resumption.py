@@ -79,9 +79,10 @@ class EventNumbers:
             )
 
     def skip(self, count: int) -> None:
-        """Skips `count` numbers, which only an earlier response has used.
+        """Skips `count` event numbers.
 
-        It used them for events about errors of the job.
+        An earlier response used them for events about errors of the job. This response does not
+        send these events.
         """
         self._number += count
 

@@ -175,7 +175,7 @@ def test_a_cleared_request_counts_no_resume_without_progress(story: Story) -> No
 def test_a_request_that_runs_alone_may_be_resumed_more_often(story: Story) -> None:
     """A request that runs alone, as it may have crashed a worker, gets more resumes than others.
 
-    Other programs kill its workers here. The number of resumes still has a bound.
+    In this test other programs kill its workers. The number of resumes still has a bound.
     """
     worker, (bad, other) = company(story, 2)
     worker.die("killed by SIGSEGV", own=True, prefill=bad)

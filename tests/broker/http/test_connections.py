@@ -40,7 +40,10 @@ def guests() -> Iterator[list[Guest]]:
 
 
 def full(guests: list[Guest], *stages: Stage) -> Connections:
-    """Adds all guests but the last, a second apart, in these states; the last state is repeated."""
+    """Returns full Connections, without the last guest; each guest arrives a second after another.
+
+    Guest i is in `stages[i]`. The guests after these are in the last stage.
+    """
     connections = Connections()
     for place, guest in enumerate(guests[:-1]):
         assert connections.add(guest.inner, float(place))

@@ -1,4 +1,4 @@
-"""Jobs that are suspected to have ended a worker run alone, but do not delay streams."""
+"""A job that may have crashed a worker runs alone, but does not delay streams."""
 
 from __future__ import annotations
 

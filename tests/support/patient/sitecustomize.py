@@ -55,7 +55,7 @@ CHANGED: dict[str, Callable[[ModuleType], None]] = {
 
 
 class Finder:
-    """Finds the modules above as Python does, and changes each module after its code has run."""
+    """Finds the listed modules as Python does; changes the waits of each after its code has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

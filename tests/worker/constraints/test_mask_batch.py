@@ -256,9 +256,9 @@ def test_forced_tokens_are_found_again_when_one_is_given_back() -> None:
 
 
 def test_an_answer_may_be_cancelled_when_its_token_was_given_back() -> None:
-    """A constraint keeps a stored value that tells whether its answer is complete.
+    """After `give_back`, `accepts` and `finished` need no matcher: the constraint stores them.
 
-    So this is known while another thread uses the constraint's matcher.
+    A cancel reads them while another thread may use the matcher.
     """
     rule = constraint({"type": "choice", "choices": ["yes", "yes and no"]})
     while not rule.accepts:

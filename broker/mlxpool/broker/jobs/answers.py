@@ -95,7 +95,8 @@ def row_of(job: JobView, *, runs: bool) -> dict[str, Any]:
 def notice_state(notify: str, ended: float | None, stored: str) -> str:
     """Returns waiting, delivered or given_up for the notice of a job's end; "" without a notice.
 
-    `notify` is the URL for the notice. `stored` is the state in the store of an undelivered notice.
+    `notify` is the URL for the notice. `stored` is the state that the store has for the notice; ""
+    if the store has none, because the notice was delivered.
     """
     return "" if not notify or ended is None else stored or "delivered"
 

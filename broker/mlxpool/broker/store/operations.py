@@ -106,7 +106,7 @@ class Progress(Operation, Struct, frozen=True):
     """Appends output to a running job. Results: Durable, Fate, UnknownName.
 
     The result is `Fate` unless `chunk.pos` is the number of stored ids. The first ids of a
-    generation have `facts`. `starts` becomes 0.
+    generation have `facts`. The job's `starts` becomes 0.
     """
 
     id: bytes

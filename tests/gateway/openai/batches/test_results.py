@@ -24,7 +24,7 @@ from mlxpool.gateway.openai.batches.results import result_line
 def test_answers_that_are_numbers_are_made_in_another_thread(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers of up to 256 vectors take long to convert, so another thread converts them."""
+    """Another thread converts answers of vectors: 256 vectors take long to convert."""
     threads: list[int] = []
 
     def made(*_: Any) -> tuple[bool, bytes]:

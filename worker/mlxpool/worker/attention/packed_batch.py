@@ -86,11 +86,11 @@ class PackedBatch(RotateThenAttend):
         return False
 
     def logit_rows(self, x: mx.array) -> mx.array:
-        """Returns x: all tokens are computed."""
+        """Returns x unchanged: all tokens are computed."""
         return x
 
     def lines_after(self, layer: int, x: mx.array) -> mx.array:
-        """Returns x: all tokens are computed."""
+        """Returns x unchanged: the rest of the layer computes all tokens."""
         return x
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:

@@ -272,7 +272,7 @@ class RowCache:
         return self._tokens(layer).part(start, end, self.offset)
 
     def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:
-        """Copies parts from `part` into an empty row, with space for `capacity` tokens.
+        """Copies parts, which `part` returned, into an empty row with space for `capacity` tokens.
 
         Does not change `offset`; the caller calls `advance`.
         """

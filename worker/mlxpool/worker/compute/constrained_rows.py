@@ -54,8 +54,9 @@ class ConstrainedRows:
     def take(self, drawn: Many[SampledToken], least: int, drafts: Container[Sequence] = ()) -> None:
         """Advances the constraints of rows by the drawn tokens, before these tokens are committed.
 
-        Skips tokens that end an answer, and rows that checked `drafts`. May begin the next masks in
-        another thread, except for rows that append `least` or more forced tokens.
+        Skips tokens that end an answer, and the sequences in `drafts`: the pass checked their
+        drafts. May begin the next masks in another thread, except the masks of rows to which
+        `least` or more forced tokens will be appended.
         """
         if self._generations.constrained_count:
             self.mask_maker.take(self._tokens(drawn, drafts), least)

@@ -104,8 +104,8 @@ class Constraint:
     def begin_in_thoughts(self, thoughts: Thoughts) -> None:
         """Begins the answer with thoughts. Until these end, any token but an end token may follow.
 
-        The bound of the thoughts, if any, forces tokens. The format applies after the end mark of
-        the thoughts.
+        If the thoughts have a bound, the tokens of their end mark are forced at the bound. The
+        format applies after the end mark.
         """
         self._thoughts = thoughts
 

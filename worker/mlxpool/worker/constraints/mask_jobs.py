@@ -34,7 +34,8 @@ class MadeMasks(Struct, frozen=True):
 
     A negative line: the constraint needs no mask, see mask_table.only. `used`: the number of lines
     that have a mask. `failed`: the errors of masks that could not be made. `late`: the constraints
-    that had a late mask and no quick mask since; some of their masks may be in `table`.
+    that had a mask which was not ready in time, and since then no mask that was made quickly. Some
+    of their masks may be in `table`.
     """
 
     table: MaskTable

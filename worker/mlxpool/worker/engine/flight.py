@@ -28,13 +28,13 @@ class Flight(Struct, frozen=True):
 
     `rows`: the index of each drawing sequence's first row of logits. `fresh`: this pass compiles
     kernels, or another pass did so while this pass was in flight. `done`: the arrays whose
-    evaluation ends the pass. `download`: the sampled arrays and hidden states on the host after the
-    end; None: results are read from MLX's arrays. `reads`: the pass reads prompts. `checks`: the
-    spans with drafts. `embedded`: the spans that give hidden states, with the numbers of their
-    first rows. `hidden` [H, d]: the hidden states. `states` [H, d]: the hidden states that stay on
-    the device, for the log-probabilities of prompts. `undrawn`: the spans that have drawn no tokens
-    yet, and their logits. `load`: the load of the pass for the cost model; None: the load that the
-    spans give.
+    evaluation ends the pass. `download`: the copy of the sampled arrays and hidden states in the
+    host's memory, readable after the pass has ended; None: results are read from MLX's arrays.
+    `reads`: the pass reads prompts. `checks`: the spans with drafts. `embedded`: the spans that
+    give hidden states, with the numbers of their first rows. `hidden` [H, d]: the hidden states.
+    `states` [H, d]: the hidden states that stay on the device, for the log-probabilities of
+    prompts. `undrawn`: the spans that have drawn no tokens yet, and their logits. `load`: the load
+    of the pass for the cost model; None: the load that the spans give.
     """
 
     spans: tuple[Span, ...]

@@ -43,7 +43,7 @@ class KeptMeasurement:
         self.file = KeptFile(KIND, {"machine": machine(), "engine": engine})
 
     def find(self) -> Measurement | None:
-        """Returns the measurement of an earlier load; None: none is valid for this load."""
+        """Returns the measurement of an earlier load of the model; None: none is valid."""
         content = self.file.read()
         if content is None:
             return None

@@ -50,11 +50,12 @@ def connect(
     shape_of: Callable[[bool], BufferShape],
     tries: Callable[[PeerSums], bool] | None = None,
 ) -> PeerSums:
-    """Returns the sums of this rank, after all ranks have mapped all buffers and tried the sums.
+    """Connects this rank with the other ranks; returns its PeerSums.
 
+    Before that, all ranks map all buffers, and a trial sum has to be right on each rank.
     `shape_of` returns the shape of buffers; its argument is True if NVLink connects all GPUs.
-    `tries` replaces the trial. Raises PeerMemoryError on all ranks if any rank fails. The text of
-    the exception is the error of this rank, or says that another rank failed.
+    `tries` replaces the function of the trial sum. Raises PeerMemoryError on all ranks if any rank
+    fails. The text of the exception is the error of this rank, or says that another rank failed.
     """
     memory, identity, own, handle, why = None, NO_IDENTITY, 0, NO_HANDLE, ""
     try:

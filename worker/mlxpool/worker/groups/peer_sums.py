@@ -126,7 +126,7 @@ class BufferShape(Struct, frozen=True):
 
     @property
     def area(self) -> int:
-        """The bytes of the area for the large array of one peer."""
+        """The bytes of an area for large arrays: the part of the buffer that one peer writes."""
         if not self.lines:
             return self.large_pieces * PIECE_BYTES + self.chunks * FLAG_BYTES
         return max(

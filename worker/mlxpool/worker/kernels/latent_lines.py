@@ -98,7 +98,7 @@ def _works(dtype: mx.Dtype) -> bool:
 
 
 def _is_right(dtype: mx.Dtype) -> bool:
-    """Returns True if the results for a line and for a padding line equal NumPy's.
+    """Returns True if the kernel's results for a line and for a padding line equal NumPy's.
 
     Unlike MLX's operations, NumPy needs no compilation.
     """

@@ -16,7 +16,7 @@ from mlxpool.worker.layers.linear import Linear, MultiLinear, RMSNorm
 
 
 class LatentToken(Struct, frozen=True):
-    """Implements layer_types.LatentToken. The first kernel also computes the norm."""
+    """Latent attention (MLA) of one token. Its first kernel also computes the norm of the input."""
 
     weights: LatentTokenWeights
 

@@ -44,7 +44,7 @@ class EncodedImages(Generic[F]):
     def has_room(self, pinned: Collection[ImageKey]) -> bool:
         """Returns whether the budget has room for another image beside the `pinned` images.
 
-        True if none of these is kept, because a single image may exceed the budget.
+        Always True if no pinned image is stored: a single image may exceed the budget.
         """
         held = [self._kept[image].nbytes for image in pinned if image in self._kept]
         return not held or sum(held) < self.budget

@@ -361,7 +361,7 @@ class Intake:
     # The service's thread calls the methods below; the thread of the formats also calls `_finish`.
 
     def _deliver_result(self, task: Hashable, result: Result) -> None:
-        """Handles the result of a task's job."""
+        """Passes the result of a task's preparation job to the function that waits for it."""
         assert isinstance(task, Task)
         finish, task.finish = task.finish, None
         if finish is not None:

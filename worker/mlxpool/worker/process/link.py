@@ -58,7 +58,7 @@ class Silence(Struct):
         return self.since_dialled >= SILENCE_LIMIT
 
     def dialled(self) -> None:
-        """Begins to count the silence on a new connection: the broker has time to answer."""
+        """Begins to measure the silence of the broker on a new connection from zero."""
         self.since_dialled = 0.0
 
     def heard(self) -> None:

@@ -229,7 +229,8 @@ def _replay_in_thoughts(
 ) -> ThoughtBound | None:
     """Replays the ids of a resume in `thoughts` and `constraint`, if the request has these.
 
-    Returns the bound of thoughts in an answer without a format, or None.
+    Returns the bound of the thoughts. Returns None if the request has a format (`constraint`), or
+    if its answer has no thoughts.
     """
     if constraint is not None:
         if thoughts is not None:

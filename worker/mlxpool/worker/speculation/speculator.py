@@ -128,9 +128,10 @@ class Speculator:
     def skip_step(self) -> bool:
         """Counts an ended step as skipped; returns False if the step has to be measured instead.
 
-        While drafts gain no time, most steps are skipped and cost only this call. A step outside of
-        a rest (see Rest) is measured if sequences have drafts, if the cost of earlier drafts is not
-        known yet, or if the budget now suffices for a search.
+        While drafts gain no time, most steps are skipped and cost only this call. All steps of a
+        rest (see Rest) are skipped. Another step is measured if sequences have drafts, or if the
+        cost of earlier drafts is not known yet. It is also measured if `search` may now spend the
+        time to look for drafts.
         """
         if self._rest.left:
             self._rest.left -= 1

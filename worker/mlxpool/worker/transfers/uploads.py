@@ -73,7 +73,10 @@ class Uploads:
 
 
 class SharedTable:
-    """A table of int32 numbers with a head, in memory that the host writes and the device reads."""
+    """A table of int32 numbers, in memory that the host writes and the device reads.
+
+    Other numbers (the `head`) are in front of the table.
+    """
 
     def __init__(self, lines: int, width: int) -> None:
         """`lines`: the most lines (table rows), of `width` numbers each.

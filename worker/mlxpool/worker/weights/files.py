@@ -65,7 +65,10 @@ def folder_contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
 
 
 def listed_contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
-    """Returns the contents of files whose headers already have the model's names."""
+    """Returns the tensors that the headers list. No name is converted.
+
+    The headers must already use the model's tensor names.
+    """
     return {file: ShardContent(header.raw, header.tensors) for file, header in headers.items()}
 
 

@@ -177,7 +177,7 @@ def quant_config_of(
 ) -> QuantConfig:
     """Returns the quantisation of a model's weights.
 
-    It is in config.json or, for a model of a store or a GGUF file, in the weight files.
+    It is in config.json or, for a model in Ollama's store or a GGUF file, in the weight files.
     """
     if not files.digests and files.format is SAFETENSORS:
         return quantisation.parse_quant_config(config)

@@ -1,4 +1,4 @@
-"""Drafts of a model's own head (MTP) whose layer has a cache: its keys and values, and its passes.
+"""Makes drafts with a model's MTP head whose layer has a KV cache; keeps its keys and values.
 
 The head has a row for each sequence. Entry i of the row belongs to input `first` + i of the
 sequence. The head computes an entry from the input's state, which a pass of the model gave, and the
