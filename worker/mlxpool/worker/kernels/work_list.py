@@ -115,7 +115,6 @@ def work_items(spans: Spans, shape: TileShape, lines: int, capacity: int = 0) ->
     keys. Chunks come first because they multiply for long while items of decoding lines wait for
     memory.
     """
-    capacity = capacity or capacity_of(shape, lines)
     return _items(_tiles(spans, shape), shape, lines, capacity, _best_parts)[0]
 
 
@@ -138,7 +137,6 @@ class WorkLists:
 
     def items(self, spans: Spans, lines: int, capacity: int = 0) -> Numbers:
         """Returns a work list as `work_items` does; it is valid until the next call."""
-        capacity = capacity or capacity_of(self._shape, lines)
         if (spans.lines > 1).any():
             tiles = _tiles(spans, self._shape)
             return _items(tiles, self._shape, lines, capacity, self._parts)[0]
@@ -306,11 +304,12 @@ def _items(
     capacity: int,
     parts_of: Callable[[Division], Numbers],
 ) -> tuple[Numbers, Numbers]:
-    """Returns the work list [capacity, 8] of `tiles` [N, 8], and the tile of each used item."""
+    """Returns the work list of `tiles` [N, 8], see work_items, and the tile of each used item."""
     count, keys = tiles.shape[0], tiles[:, HIGH] - tiles[:, LOW]
     decodes = tiles[:, LINES] <= shape.decode_lines
     units = np.where(decodes, shape.decode_rows, shape.rows) // UNIT_ROWS
     used = int(tiles[-1, FIRST_LINE] + tiles[-1, LINES]) if count else 0
+    capacity = capacity or capacity_of(shape, lines)
     extra = capacity - count - len(range(used, lines, TILE_ROWS))
     least = np.maximum(np.where(decodes, MIN_DECODE_KEYS, MIN_CHUNK_KEYS), shape.least_keys)
     places = max(shape.blocks // shape.kv_heads, 1)

@@ -62,7 +62,7 @@ auto fetch = [&]() {
     }
     #pragma unroll
     for (int n = 0; n < CHUNKS; n++) {
-      const int before = n * THREADS_PER_LINE;  // chunks
+      const int before = n * THREADS_PER_LINE;  // chunks; the xor is the swizzle of `chunk + before`
       if (mine >> WEIGHT_COPIES + n & 1)
         copy((lines_to ^ before % 8 * 16) + before / 8 * HALF, line_from + before * 8);
     }
