@@ -350,7 +350,7 @@ def test_few_blocks_multiply_all_strips_of_a_weight_in_tiles(
     monkeypatch.setattr(matmul_4bit_tiles, "FULL_GPU_BLOCKS", 2)
     columns = 832
     assert matmul_4bit_tiles.fragments_of(512, gated=True) == 4
-    kinds = ((512, 97, (16, *matmul_4bit_tiles.WIDE, 1)), (192, 97, (16, 2, 1, 1)))
+    kinds = ((512, 97, (16, 4, 1)), (192, 97, (16, 2, 1)))
     for rows, lines, kind in kinds:
         assert matmul_4bit_tiles.parts_of(lines, rows, 13, gated=False).kind == kind
     packed, opened = quantised(512, columns, group, mx.bfloat16)
@@ -366,6 +366,27 @@ def test_few_blocks_multiply_all_strips_of_a_weight_in_tiles(
 
 
 @runs
+@pytest.mark.parametrize(
+    ("rows", "lines", "kind"),
+    [(192, 97, (16, 3, 1)), (128, 130, (32, 2, 1)), (128, 256, (32, 2, 1))],
+)
+def test_large_blocks_multiply_a_weight_in_tiles(
+    rows: int, lines: int, kind: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests thread blocks with 192 rows, and with more than 128 tokens."""
+    monkeypatch.setattr(matmul_4bit_tiles, "FULL_GPU_BLOCKS", 1)
+    columns, group = 13 * tiles_4bit.TILE, 64
+    packed, opened = quantised(rows, columns, group, mx.bfloat16)
+    tiles = tiles_4bit.in_tiles(*packed, group)
+    x = mx.random.normal((lines, columns)).astype(mx.bfloat16)
+    for gates in (False, True)[: 1 + (rows == 128)]:
+        assert matmul_4bit_tiles.parts_of(lines, rows, 13, gated=gates).kind == kind
+        output = numbers(matmul_4bit_tiles.many(x, tiles, group, gated=gates))
+        expected = numbers(x) @ opened.T
+        assert np.allclose(output, gated(expected) if gates else expected, 0.02, 0.03)
+
+
+@runs
 def test_warpgroups_take_columns_of_a_weight_in_tiles_in_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -376,7 +397,7 @@ def test_warpgroups_take_columns_of_a_weight_in_tiles_in_turns(
     for blocks, lines, sets in ((1, 30, 4), (1, 100, 16), (2, 30, 4)):
         monkeypatch.setattr(matmul_4bit_tiles, "FULL_GPU_BLOCKS", blocks)
         parts = matmul_4bit_tiles.parts_of(lines, rows, 20, gated=True)
-        assert (parts.kind, parts.splits) == ((sets, 2, 1, 2), blocks)
+        assert (parts.kind, parts.splits) == ((sets, 2, 2), blocks)
         x = mx.random.normal((lines, columns)).astype(mx.bfloat16)
         output = matmul_4bit_tiles.many(x, tiles, group, gated=True)
         assert np.allclose(numbers(output), gated(numbers(x) @ opened.T), 0.02, 0.03)
@@ -389,20 +410,23 @@ def test_rows_of_a_weight_in_tiles_are_divided_among_blocks() -> None:
     integers = matmul_4bit_tiles.integers_of
     assert [integers(lines, 224, 64) for lines in (1, 2, 3)] == [(1, 14), (2, 14), None]
     assert [integers(lines, 832, 32) for lines in (1, 2)] == [None, None]  # too many columns
-    parts, wide = matmul_4bit_tiles.parts_of, matmul_4bit_tiles.WIDE
-    two, alone = (2, 1, 1), (2, 1, 2)  # thread blocks on a multiprocessor
+    parts = matmul_4bit_tiles.parts_of
+    two, alone = (2, 1), (2, 2)  # thread blocks on a multiprocessor
     divisions = [parts(lines, 28672, 64, gated=True) for lines in (64, 96, 128, 1024)]
     assert [division.kind for division in divisions] == [
         (8, *two),
-        *((n, *wide, 1) for n in (12, 16, 16)),
+        (12, 4, 1),
+        (16, 4, 1),
+        (32, 2, 1),
     ]
     assert [division.blocks for division in divisions] == [224, 112, 112, 896]
     divisions = [parts(lines, 6144, 64, gated=False) for lines in (9, 128, 512, 1024)]
-    kinds = [(2, *alone), (16, *alone), (16, *wide, 1), (16, *alone)]
+    kinds = [(2, *alone), (16, *alone), (16, 3, 1), (16, 3, 1)]
     assert [(division.kind, division.splits) for division in divisions] == list(
         zip(kinds, (2, 2, 1, 1), strict=True)
     )
     assert parts(32, 4096, 223, gated=False).kind == (4, *two)  # an odd number of steps
+    assert parts(800, 28672, 64, gated=True).kind == (16, 4, 1)  # fewer lines than of 256 at a time
     splits = matmul_4bit_tiles.splits_of
     assert [splits(blocks, 64) for blocks in (1, 16, 48, 224)] == [8, 8, 2, 1]
     assert splits(16, 3) == 3
@@ -530,7 +554,10 @@ def test_values_are_added_to_columns_and_taken_of_them(rows: int, size: int, wid
 
 @runs
 def test_the_kernels_of_columns_do_not_change_draws() -> None:
-    """Tests penalties with padding and with a token in flight, biases, and log-probabilities."""
+    """The kernels of row_columns.py give the same samples and counts as MLX's operations.
+
+    The cases are penalties, with padding and with a token in flight, biases, and log-probabilities.
+    """
     size = 300
     given: tuple[dict[str, Any], ...] = (
         {"repeat_penalty": 1.3, "frequency_penalty": 0.5},

@@ -39,8 +39,17 @@ class PackedFormat(Struct, frozen=True):
     @property
     def fragment_bytes(self) -> int:
         """The bytes of a fragment: 16 rows and 64 columns, with scales and biases."""
-        factors = COLUMNS // self.group * (2 if self.floats else 8)
-        return ROWS * COLUMNS * self.bits // 8 + ROWS // 2 * factors
+        return ROWS * COLUMNS * self.bits // 8 + ROWS // 2 * self._factor_bytes
+
+    @property
+    def fragment_words(self) -> int:
+        """The words of 32 bits that each thread of a warp has of a fragment."""
+        return self.bits + self._factor_bytes // 4
+
+    @property
+    def _factor_bytes(self) -> int:
+        """The bytes of the scales and biases of two rows of a fragment."""
+        return COLUMNS // self.group * (2 if self.floats else 8)
 
 
 PACKED_FORMATS = (

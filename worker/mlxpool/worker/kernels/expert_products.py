@@ -34,15 +34,15 @@ from mlxpool.worker.kernels.matmul_tiled import group_mma, group_mma_by_lines
 from mlxpool.worker.kernels.routing_params import RoutingParams
 
 COLUMNS = 64  # columns of a weight that are multiplied at a time
-PACKED_COLUMNS = 128  # columns of a quantised weight multiplied at a time, with some lines
 ROWS = 128  # rows of a weight in a tile; of a gated weight 64 gates and 64 ups
 THREADS = 256  # threads: four warps for each 64 rows
 MULTIPROCESSORS = 132  # multiprocessors of a large GPU
 MAX_SHARED_BYTES = 200 * 1024  # shared memory of a thread block alone on a multiprocessor
-MAX_PAIR_BYTES = 110 * 1024  # shared memory of each of two thread blocks
 MAX_STAGES = 10
-WIDE_SETS = 16  # sets of 8 lines; from this number on, a tile of a quantised weight has 256 rows
-MIN_STAGES = 3  # stages: the previous stage, the multiplied stage, and the next, which is copied
+WIDE_SETS = 8  # sets of 8 lines; from this number on, a tile of a quantised weight has 256 rows
+PACKED_STAGES = 4  # stages of lines: the previous, the multiplied, and the next, which are copied
+PACKED_WORDS = 80  # registers of a thread for its sums and for fragments read ahead
+MAX_AHEAD = 5  # fragments read ahead
 SHARED_ALIGNMENT = 1024  # bytes
 SUM_THREADS = 256  # threads of a thread block of `weighted_sum`
 NUMBERS_PER_THREAD = 8
@@ -97,12 +97,8 @@ def supports(
     """
     if dtype not in HALF_DTYPES or hidden % COLUMNS or width % COLUMNS:
         return False
-    for form, columns in zip(packed, (hidden, width), strict=True):
-        sets = expert_routing.ITEM_LINES[-1] // 8
-        if form is not None and form not in PACKED_FORMATS:
-            return False
-        if form is not None and packed_layout(sets, columns, form).stages < MIN_STAGES:
-            return False
+    if not {form for form in packed if form is not None}.issubset(PACKED_FORMATS):
+        return False
     return all(_kernel_works(dtype, form) for form in packed)
 
 
@@ -116,7 +112,8 @@ def mixture(
 ) -> mx.array:
     """Returns the weighted sum [T, d] of the chosen experts' outputs for x [T, d].
 
-    `shared`, `beside`: see `pending_mixture`.
+    The sum includes the output of the expert `shared`, or the array `beside`; see
+    `pending_mixture`.
     """
     outputs, weighted = pending_mixture(x, plan, routing, experts, shared, beside)
     return weighted(outputs)
@@ -155,7 +152,12 @@ def product(
     gated: bool,
     limit: float = 0.0,
 ) -> mx.array:
-    """Returns the products of token vectors and their experts' weights, see expert_items.cuh."""
+    """Returns products of x with the weights of the experts in `plan`; see expert_items.cuh.
+
+    If `gated`, x [tokens, in] are token vectors, and the result has the activation of gate and up
+    for each choice, in the order of experts. Otherwise x has the rows of such a result, and the
+    result has a row for each choice, in the order of choices.
+    """
     shared = shared_weight is not None
     lines = expert_routing.item_lines(tokens, routing)
     out = experts.rows // (1 + gated)
@@ -221,8 +223,10 @@ class PackedLayout(Struct, frozen=True):
     """The launch parameters of expert_product_packed.cu, for a number of lines (token vectors)."""
 
     rows: int  # rows of a tile, with two threads each
-    stages: int  # stages in shared memory
     blocks: int  # thread blocks of a multiprocessor
+    deep: int  # fragments that a warp reads ahead into registers
+    wide: int  # fragments whose columns a stage has; a multiple of `deep`
+    stages: int  # stages in shared memory
     shared: int  # shared memory of a thread block, in bytes
 
 
@@ -230,25 +234,25 @@ class PackedLayout(Struct, frozen=True):
 def packed_layout(sets: int, columns: int, packed: PackedFormat) -> PackedLayout:
     """Returns the launch parameters for items of 8 * `sets` lines.
 
-    With many lines, a thread block has 256 weight rows instead of 128 if shared memory suffices, so
-    that lines are read half as often.
+    With many lines, a thread block has 256 weight rows instead of 128, so that lines are read half
+    as often.
     """
-    most = min(MAX_STAGES, -(-columns // PACKED_COLUMNS) + 2)
+    many = sets >= WIDE_SETS
+    most = max(1, min(MAX_AHEAD, (PACKED_WORDS - 4 * sets) // packed.fragment_words))
+    # If no depth divides the fragments of a row evenly, the last stage has fewer columns.
+    depths = range(most, most // 2, -1)
+    even = (deep for deep in depths if columns // COLUMNS % _stage_fragments(deep) == 0)
+    deep = next(even, most)
+    wide = _stage_fragments(deep)
+    stage = 8 * sets * wide * COLUMNS * 2
+    stages = min(PACKED_STAGES, (MAX_SHARED_BYTES - SHARED_ALIGNMENT) // stage)
+    shared = stages * stage + SHARED_ALIGNMENT
+    return PackedLayout(2 * ROWS if many else ROWS, 1 if many else 2, deep, wide, stages, shared)
 
-    def fitting(rows: int, bound: int) -> tuple[int, int]:
-        weights = rows // expert_fragments.ROWS * 2 * packed.fragment_bytes
-        stage = weights + 8 * sets * PACKED_COLUMNS * 2
-        stages = min(most, (bound - SHARED_ALIGNMENT) // stage)
-        return stages, stages * stage + SHARED_ALIGNMENT
 
-    stages, shared = fitting(2 * ROWS, MAX_SHARED_BYTES)
-    if sets >= WIDE_SETS and stages >= MIN_STAGES:
-        return PackedLayout(2 * ROWS, stages, 1, shared)
-    stages, shared = fitting(ROWS, MAX_PAIR_BYTES)
-    if stages >= min(most, 4):
-        return PackedLayout(ROWS, stages, 2, shared)
-    stages, shared = fitting(ROWS, MAX_SHARED_BYTES)
-    return PackedLayout(ROWS, stages, 1, shared)
+def _stage_fragments(deep: int) -> int:
+    """Returns the multiple of `deep` that is 3 to 5, if there is one."""
+    return deep * max(1, 4 // deep)
 
 
 @cache
@@ -264,6 +268,8 @@ def _packed_kernel(
     assert isinstance(sets, int) and isinstance(dtype, mx.Dtype)
     more: dict[str, Constant] = {
         "ROWS": layout.rows,
+        "DEEP": layout.deep,
+        "WIDE": layout.wide,
         "STAGES": layout.stages,
         "STEPS": columns // COLUMNS,
     }
@@ -392,7 +398,7 @@ def _kernel_works(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
 def _is_right(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
     """Returns whether our kernels' results equal MLX's.
 
-    One trial has one token. In the other, an expert has more tokens than a work item.
+    A first trial has one token. In a second trial, an expert has more tokens than a work item.
     """
     several = (1, expert_routing.ITEM_LINES[-1] + 2)
     trials = [trial(tokens, dtype, packed) for tokens in several]  # a rehearsal lists all kernels

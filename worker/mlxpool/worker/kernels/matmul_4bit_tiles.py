@@ -42,8 +42,8 @@ FRAGMENTS = (4, 2, 1)  # fragments of a strip; with more, tokens are read less o
 BUSY_BLOCKS = 96  # thread blocks that keep a large GPU busy
 
 SETS = (2, 4, 8, 12, 16)  # numbers of sets of 8 tokens with a kernel for many tokens
+LONG_SETS = 32  # sets of 8 tokens of a thread block with fewer rows
 WARPGROUP = 128  # threads
-WIDE = (4, 1)  # warpgroups of a thread block with 256 rows, and tiles of each warpgroup
 # The most sets with which two thread blocks run concurrently on a multiprocessor.
 MAX_SETS_OF_TWO = 8
 SHARED_BYTES = 227 * 1024  # shared memory of a multiprocessor, for its thread blocks
@@ -143,39 +143,56 @@ class Parts(Struct, frozen=True):
     """The division of a product of many tokens into thread blocks and warpgroups."""
 
     sets: int  # sets of 8 tokens of a thread block
-    high: int  # warpgroups with rows of their own
-    tiles: int  # tiles of 64 rows of each warpgroup
+    high: int  # warpgroups with different rows, 64 each
     deep: int  # warpgroups with the same rows, which process 64 columns in turns
     blocks: int  # thread blocks of each split
     splits: int  # parts of the columns
 
     @property
-    def kind(self) -> tuple[int, int, int, int]:
+    def kind(self) -> tuple[int, int, int]:
         """The fields that determine the kernel's source."""
-        return self.sets, self.high, self.tiles, self.deep
+        return self.sets, self.high, self.deep
 
 
 def parts_of(tokens: int, rows: int, steps: int, *, gated: bool) -> Parts:
     """Returns how a product with a weight of `rows` rows and 64 * `steps` columns is divided.
 
-    Thread blocks with 256 rows read tokens half as often as thread blocks with 128 rows. So 256
-    rows are chosen if the GPU then needs at most half as many rounds of concurrent thread blocks. A
-    thread block that is alone on its multiprocessor has four warpgroups: while one warpgroup
-    dequantises, others multiply.
+    Of the sizes of thread blocks, the size with the shortest estimated time is chosen: the rounds
+    of concurrent thread blocks, times the size of one. At the same time large thread blocks are
+    chosen, because they read tokens or the weight less often. A small thread block that is alone on
+    its multiprocessor has four warpgroups: while one warpgroup dequantises, others multiply.
     """
     sets = next((n for n in SETS if 8 * n >= tokens), SETS[-1])
-    sections = -(-tokens // (8 * sets))
-    wide, narrow = (-(-rows // (n * TILE)) * sections for n in (4, 2))
-    whole = sets > MAX_SETS_OF_TWO and rows % (4 * TILE * (1 + gated)) == 0
-    if whole and 2 * _rounds(wide) <= _rounds(narrow):
-        return Parts(sets, *WIDE, 1, wide, 1)
-    splits = splits_of(narrow, max(1, steps // 2))
-    alone = sets > MAX_SETS_OF_TWO or narrow * splits <= FULL_GPU_BLOCKS
-    return Parts(sets, 2, 1, 2 if alone and steps % 2 == 0 else 1, narrow, splits)
+    small = sets, 2
+
+    def blocks_of(size: tuple[int, int]) -> int:
+        return -(-rows // (size[1] * TILE)) * -(-tokens // (8 * size[0]))
+
+    def time(size: tuple[int, int]) -> int:
+        return -(-blocks_of(size) // FULL_GPU_BLOCKS) * size[0] * size[1]
+
+    size = min([*_large_blocks(tokens, rows, sets, gated=gated), small], key=time)
+    blocks = blocks_of(size)
+    if size != small:
+        return Parts(*size, 1, blocks, 1)
+    splits = splits_of(blocks, max(1, steps // 2))
+    alone = sets > MAX_SETS_OF_TWO or blocks * splits <= FULL_GPU_BLOCKS
+    return Parts(sets, 2, 2 if alone and steps % 2 == 0 else 1, blocks, splits)
 
 
-def _rounds(blocks: int) -> int:
-    return -(-blocks // FULL_GPU_BLOCKS)
+def _large_blocks(tokens: int, rows: int, sets: int, *, gated: bool) -> list[tuple[int, int]]:
+    """Returns (sets of 8 tokens, warpgroups of 64 rows) of large thread blocks, the best first.
+
+    With twice as many tokens and half as many rows, a weight is dequantised half as often.
+    """
+    if sets <= MAX_SETS_OF_TWO:
+        return []
+    sizes = [(LONG_SETS, 2)] if tokens > 8 * SETS[-1] else []
+    if rows % (4 * TILE * (1 + gated)) == 0:
+        sizes.append((sets, 4))
+    if not gated and rows % (3 * TILE) == 0:
+        sizes.append((sets, 3))
+    return sizes
 
 
 def splits_of(blocks: int, steps: int) -> int:
@@ -222,19 +239,18 @@ def _room(blocks: int) -> int:
 
 @cache
 def _many_kernel(
-    kind: tuple[int, int, int, int], gated: bool, biased: bool, group: int, dtype: mx.Dtype
+    kind: tuple[int, int, int], gated: bool, biased: bool, group: int, dtype: mx.Dtype
 ) -> Any:
-    sets, high, tiles, deep = kind
-    two = sets <= MAX_SETS_OF_TWO and deep == 1 and high * tiles == 2
+    sets, high, deep = kind
+    two = sets <= MAX_SETS_OF_TWO and deep == 1 and high == 2
     blocks = 2 if two else 1
-    stage = high * tiles * tiles_4bit.FRAGMENTS * fragment_bytes(group) + 8 * sets * 2 * TILE
+    stage = high * tiles_4bit.FRAGMENTS * fragment_bytes(group) + 8 * sets * 2 * TILE
     room = _room(blocks) - matmul_tiled.SHARED_ALIGNMENT - BLOCK_BYTES  # includes declared memory
     stages = min(MAX_TILED_STAGES, room // stage)
-    sums = 8 * sets * (TILE * high * tiles + 4) * 4
+    sums = 8 * sets * (TILE * high + 4) * 4
     constants: dict[str, Constant] = {
         "SETS": sets,
         "HIGH": high,
-        "TILES": tiles,
         "DEEP": deep,
         "GATED": gated,
         "BIASED": biased,

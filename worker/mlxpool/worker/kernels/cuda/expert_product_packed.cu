@@ -1,8 +1,9 @@
 // Products of some lines with quantised weights of experts, see expert_items.cuh, in fragments of their rows
-// (expert_fragments.cuh). A row has STEPS fragments. Weights and lines come through shared memory STAGES - 2
-// steps of 128 columns ahead. A warp dequantises fragments in registers as the first operand: the next 16 columns while
-// up to three products before them run.
-// SETS is a power of two. expert_items.cuh also reads x_shape and weight_shape.
+// (expert_fragments.cuh). A row has STEPS fragments. Each warp multiplies a strip of 16 rows of a unit. It reads the
+// fragments of its strip into registers, DEEP fragments ahead, also across units, and dequantises a fragment in
+// registers as the first operand of four products. Lines come through shared memory, STAGES - 2 stages ahead; a stage
+// has the columns of WIDE fragments, a multiple of DEEP. SETS is a power of two.
+// expert_items.cuh also reads x_shape and weight_shape.
 constexpr int THREADS = 2 * ROWS;
 const int STRIPS = weight_shape[1], WEIGHT_ROWS = STRIPS * 16;
 #include EXPERT_ITEMS
@@ -11,108 +12,95 @@ __shared__ int targets[2][ALL];  // rows of `out`, of this unit and the one befo
 auto note_targets = [&](const int* item, int parity) {
   if (thread < item[0] >> 16) targets[parity][thread] = target_of(item, thread);
 };
-constexpr int IN = STEPS * 64, steps = (STEPS + 1) / 2;  // of 128 columns
-constexpr int PIECES = 2 * FRAGMENT / 16, TILE = ROWS / 16 * 2 * FRAGMENT;  // of a warp's fragments, 16 bytes each
-constexpr int WEIGHT_COPIES = (TILE / 16 + THREADS - 1) / THREADS;
-constexpr int HALF = ALL * 128, LINES = 2 * HALF;  // of 64 columns; bytes
-constexpr int THREADS_PER_LINE = THREADS / ALL, CHUNKS = (16 + THREADS_PER_LINE - 1) / THREADS_PER_LINE;
-const unsigned all_tiles = base + STAGES * LINES;
+constexpr int IN = STEPS * 64, REST = STEPS % WIDE, steps = (STEPS + WIDE - 1) / WIDE;  // REST: of the last stage; 0: all
+constexpr int HALF = ALL * 128, LINES = WIDE * HALF;  // bytes of 64 columns, and of a stage
+constexpr int THREADS_PER_LINE = THREADS / ALL, CHUNKS = (8 * WIDE + THREADS_PER_LINE - 1) / THREADS_PER_LINE;
 const int lane = thread % 32, line = thread / THREADS_PER_LINE, chunk = thread % THREADS_PER_LINE;  // of 8 columns
-// The copies of the next step: their sources, and their destinations in its stage. Bit n of `copies` means that this
-// thread copies its piece n of weights, later bits its pieces of a line; of `early`, that it does so in a step of 64
-// columns.
-const char* weight_from[WEIGHT_COPIES];
+// The copies of the next stage: whether this thread copies, from where, and to where.
+bool copies = false;
 const N* line_from = (const N*)x;
-unsigned copies, early;
-unsigned tiles_to = all_tiles + thread * 16;
 unsigned lines_to = base + chunk / 8 * HALF + line * 128 + ((chunk ^ line) & 7) * 16;
-auto open = [&](int unit) {
-  const int* const item = items + unit / tiles * 2;
-  const int expert = item[0] & 0xffff, count = item[0] >> 16, first = unit % tiles * (ROWS / 16);
-  const char* const from = (const char*)weight + (long)expert * STRIPS * STEPS * FRAGMENT;
-  copies = early = 0;
-  #pragma unroll
-  for (int n = 0; n < WEIGHT_COPIES; n++) {
-    const int i = n * THREADS + thread, strip = min(first + i / PIECES, STRIPS - 1);
-    weight_from[n] = from + strip * (STEPS * FRAGMENT) + i % PIECES * 16;
-    copies |= (i < TILE / 16) << n;
-    early |= (i < TILE / 16 && i % PIECES < PIECES / 2) << n;
-  }
-  if (line >= count) return;
-  line_from = (const N*)x + (long)source_of(item, line) * IN + chunk * 8;
-  #pragma unroll
-  for (int n = 0; n < CHUNKS; n++) {
-    const int at = n * THREADS_PER_LINE + chunk;
-    copies |= (at < 16) << WEIGHT_COPIES + n;
-    early |= (at < 8) << WEIGHT_COPIES + n;
-  }
-};
-int ahead_unit = blockIdx.x, left = 0, ahead = 0;  // the unit that is copied, its steps that are left, its stage
+int ahead_unit = blockIdx.x, left = 0, ahead = 0;  // the unit that is copied, its stages that are left, the next stage
 auto fetch = [&]() {
   if (ahead_unit < units) {
     if (left == 0) {
-      open(ahead_unit);
+      const int* const item = items + ahead_unit / tiles * 2;
+      copies = line < item[0] >> 16;
+      line_from = (const N*)x + (long)source_of(item, copies ? line : 0) * IN + chunk * 8;
       left = steps;
     }
-    const unsigned mine = STEPS % 2 == 0 || left > 1 ? copies : early;
-    #pragma unroll
-    for (int n = 0; n < WEIGHT_COPIES; n++) {
-      if (mine >> n & 1) copy(tiles_to + n * THREADS * 16, weight_from[n]);
-      weight_from[n] += 2 * FRAGMENT;
+    if (copies) {
+      #pragma unroll
+      for (int n = 0; n < CHUNKS; n++) {
+        const int before = n * THREADS_PER_LINE;  // chunks; the xor is the swizzle of `chunk + before`
+        if (before + chunk < 8 * (REST && left == 1 ? REST : WIDE))
+          copy((lines_to ^ before % 8 * 16) + before / 8 * HALF, line_from + before * 8);
+      }
     }
-    #pragma unroll
-    for (int n = 0; n < CHUNKS; n++) {
-      const int before = n * THREADS_PER_LINE;  // chunks; the xor is the swizzle of `chunk + before`
-      if (mine >> WEIGHT_COPIES + n & 1)
-        copy((lines_to ^ before % 8 * 16) + before / 8 * HALF, line_from + before * 8);
-    }
-    line_from += 128;
+    line_from += 64 * WIDE;
     if (--left == 0) ahead_unit += gridDim.x;
   }
   commit_copies();
   const bool last = ahead == STAGES - 1;
   ahead = last ? 0 : ahead + 1;
-  tiles_to += TILE - (last ? STAGES * TILE : 0);
   lines_to += LINES - (last ? STAGES * LINES : 0);
 };
 #pragma unroll 1
 for (int i = 0; i < STAGES - 2; i++) fetch();
+const int factors_at = WORDS + lane / 4 * FACTORS - lane * 16;
+auto strip_of = [&](int unit) -> const char* {
+  const long expert = items[unit / tiles * 2] & 0xffff;
+  const int strip = min(unit % tiles * (ROWS / 16) + thread / 32, STRIPS - 1);
+  return (const char*)weight + (expert * STRIPS + strip) * (STEPS * FRAGMENT) + lane * 16;
+};
+Fragment fragments[DEEP];
+auto load = [&](int n, const char* from) {
+  #pragma unroll
+  for (int i = 0; i < BITS / 4; i++) load_once(fragments[n].words[i], from + i * 512);
+  load_once(fragments[n].factors, from + factors_at);
+};
+if (blockIdx.x < units) {
+  const char* const from = strip_of(blockIdx.x);
+  #pragma unroll
+  for (int n = 0; n < DEEP; n++) load(n, from + min(n, STEPS - 1) * FRAGMENT);
+}
 int stage = 0, parity = 0;
-const char* const fragments = (const char*)space + (all_tiles - shared_address(space)) + thread / 32 * (2 * FRAGMENT);
 const unsigned held = held_pair<N>(x_shape[0]);
 #pragma unroll 1
 for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
   const int* const item = items + unit / tiles * 2;
   note_targets(item, parity);
+  const char* from = strip_of(unit);
+  const char* const next = unit + (int)gridDim.x < units ? strip_of(unit + gridDim.x) : from;
   float sum[4 * SETS];
   #pragma unroll
   for (int i = 0; i < 4 * SETS; i++) sum[i] = 0;
   #pragma unroll 1
-  for (int step = 0; step < steps; step++) {
+  for (int step = steps; step > 0; step--) {
     wait_copies<STAGES - 3>();
     fence_products();
-    __syncthreads();  // all threads have multiplied the columns that the next ones overwrite
+    __syncthreads();  // all threads have multiplied the lines that the next ones overwrite
     fetch();
+    const char* const after = step == 1 ? next : from + WIDE * FRAGMENT;  // the fragments of the next step
     #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      if (STEPS % 2 && half == 1 && step == steps - 1) break;
-      const char* const here = fragments + stage * TILE + half * FRAGMENT;
-      Fragment fragment;
+    for (int d = 0; d < WIDE; d++) {
+      if (REST && d >= REST && step == 1) break;
+      const int n = d % DEEP, to = d + DEEP - WIDE;  // the fragment in registers, and its successor in the next step
+      const unsigned long long columns = matrix_at(base + stage * LINES + d * HALF);
+      unsigned a[4][4];
+      wait_products<0>();
       #pragma unroll
-      for (int i = 0; i < BITS / 4; i++) *(uint4*)fragment.words[i] = ((const uint4*)here)[i * 32 + lane];
-      *(Some<unsigned, FACTORS / 4>*)fragment.factors = ((const Some<unsigned, FACTORS / 4>*)(here + WORDS))[lane / 4];
-      const unsigned long long columns = matrix_at(base + stage * LINES + half * HALF);
+      for (int j = 0; j < 4; j++) hold(fragments[n].words[j * BITS / 16][j * BITS / 4 % 4]);
       #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        unsigned a[4];
-        wait_products<3>();  // the products that read the registers of `a`
-        hold(fragment.words[j * BITS / 16][j * BITS / 4 % 4]);
-        open_columns<N>(fragment, j, held, a);
-        begin_products();
-        group_mma_by_lines(sum, a[0], a[1], a[2], a[3], columns + 2 * j);
-        commit_products();
-      }
+      for (int j = 0; j < 4; j++) open_columns<N>(fragments[n], j, held, a[j]);
+      begin_products();
+      #pragma unroll
+      for (int j = 0; j < 4; j++) group_mma_by_lines(sum, a[j][0], a[j][1], a[j][2], a[j][3], columns + 2 * j);
+      commit_products();
+      const bool ends = REST && (step == 1 ? d + DEEP >= REST : step == 2 && to >= REST);  // its successor is in `next`
+      load(n, ends ? next + n * FRAGMENT : to < 0 ? from + (d + DEEP) * FRAGMENT : after + to * FRAGMENT);
     }
+    from = after;
     stage = stage == STAGES - 1 ? 0 : stage + 1;
   }
   wait_products<0>();

@@ -3,14 +3,14 @@
 // of them gates if products are gated, 8 * SETS lines, and the columns of one of gridDim.y parts. Blocks
 // with the same rows are neighbours, so the weight is read from memory once. Lines come through shared memory
 // as in tiled_product.cuh, and so do tiles, 64 columns at a time and STAGES - 2 * DEEP steps ahead. There are
-// HIGH * DEEP warpgroups: HIGH of them have TILES tiles of a step each, and DEEP times as many take steps in
-// turns. A warpgroup dequantises its tiles into registers, which are the first operand of its products: the
-// next 16 columns while up to three products before them run. The part that finishes last adds up all parts.
-constexpr int THREADS = 128 * HIGH * DEEP, TALL = HIGH * TILES;  // tiles of a step
-constexpr int ROWS = 64 * TALL, ALL = 8 * SETS, TILE = 4 * FRAGMENT;
+// HIGH * DEEP warpgroups: HIGH of them have a tile of a step each, and DEEP times as many take steps in turns. A
+// warpgroup dequantises its tile into registers, which are the first operand of its products: the next 16 columns
+// while up to three products before them run. The part that finishes last adds up all parts.
+constexpr int THREADS = 128 * HIGH * DEEP;
+constexpr int ROWS = 64 * HIGH, ALL = 8 * SETS, TILE = 4 * FRAGMENT;
 constexpr int EACH = GATED ? ROWS / 2 : ROWS;  // results of a thread block for a line
 constexpr int LINE_COPIES = (ALL * 8 + THREADS - 1) / THREADS, PIECES = TILE / 16;
-constexpr int TILE_COPIES = (TALL * PIECES + THREADS - 1) / THREADS;  // of a thread, of 16 bytes
+constexpr int TILE_COPIES = (HIGH * PIECES + THREADS - 1) / THREADS;  // of a thread, of 16 bytes
 constexpr int WHOLE = ROWS + 4;  // numbers of a line of sums: four lines are in different banks
 const int IN = x_shape[1], STEPS = IN / 64, OUT = weight_shape[0] * 64 / (GATED ? 2 : 1);
 const int sections = (x_shape[0] + ALL - 1) / ALL, section = blockIdx.x % sections;
@@ -29,7 +29,7 @@ const N* line_from[LINE_COPIES];
 for (int n = 0; n < TILE_COPIES; n++) {
   const int i = n * THREADS + threadIdx.x, tile = i / PIECES;
   int row = first / 64 + tile;
-  if (GATED && tile >= TALL / 2) row += (OUT - EACH) / 64;
+  if (GATED && tile >= HIGH / 2) row += (OUT - EACH) / 64;
   row = min(row, weight_shape[0] - 1);  // the last block may have fewer tiles
   tile_from[n] = (const char*)weight + fragment_offset(row * 4, begin, STEPS) + i % PIECES * 16;
 }
@@ -47,7 +47,7 @@ auto fetch = [&] {
   if (left > 0) {
     #pragma unroll
     for (int n = 0; n < TILE_COPIES; n++) {
-      if (n * THREADS + threadIdx.x < TALL * PIECES) copy(tiles_to + n * THREADS * 16, tile_from[n]);
+      if (n * THREADS + threadIdx.x < HIGH * PIECES) copy(tiles_to + n * THREADS * 16, tile_from[n]);
       tile_from[n] += TILE;
     }
     #pragma unroll
@@ -58,24 +58,21 @@ auto fetch = [&] {
     left--;
     const bool last = ahead == STAGES - 1;
     ahead = last ? 0 : ahead + 1;
-    tiles_to += TALL * TILE - (last ? STAGES * TALL * TILE : 0);
+    tiles_to += HIGH * TILE - (last ? STAGES * HIGH * TILE : 0);
     lines_to += ALL * 128 - (last ? STAGES * ALL * 128 : 0);
   }
   commit_copies();
 };
-float sum[TILES][4 * SETS];
+float sum[4 * SETS];
 #pragma unroll
-for (int tile = 0; tile < TILES; tile++)
-  #pragma unroll
-  for (int i = 0; i < 4 * SETS; i++) sum[tile][i] = 0;
-#pragma unroll
-for (int tile = 0; tile < TILES; tile++) hold(sum[tile]);
+for (int i = 0; i < 4 * SETS; i++) sum[i] = 0;
+hold(sum);
 #pragma unroll 1
 for (int n = 0; n < STAGES - 2 * DEEP; n++) fetch();
 const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % (4 * HIGH), turn = threadIdx.x / (128 * HIGH);
-// The fragments of this thread's warp in the first tile of its group, in the first stage.
+// The fragment of this thread's warp in the first stage.
 const char* const fragments
-    = (const char*)space + (base - address) + TILES_AT + warp / 4 * TILES * TILE + warp % 4 * FRAGMENT;
+    = (const char*)space + (base - address) + TILES_AT + warp / 4 * TILE + warp % 4 * FRAGMENT;
 const unsigned held = held_pair<N>(x_shape[0]);
 int stage = turn;
 #pragma unroll 1
@@ -87,67 +84,52 @@ for (int n = begin; n < end; n += DEEP) {
   for (int i = 0; i < DEEP; i++) fetch();
   const unsigned at = base + stage * ALL * 128;
   const unsigned long long columns = matrix_at(at);
-  unsigned words[TILES][4];
-  Some<N, 4> factors[TILES][GROUPS];
+  const char* const here = fragments + stage * HIGH * TILE;
+  unsigned words[4];
+  *(uint4*)words = ((const uint4*)here)[lane];
+  Some<N, 4> factors[GROUPS];
   #pragma unroll
-  for (int tile = 0; tile < TILES; tile++) {
-    const char* const here = fragments + (stage * TALL + tile) * TILE;
-    *(uint4*)words[tile] = ((const uint4*)here)[lane];
-    #pragma unroll
-    for (int group = 0; group < GROUPS; group++)
-      factors[tile][group] = *(const Some<N, 4>*)(here + 512 + (lane / 4 * GROUPS + group) * 8);
-  }
+  for (int group = 0; group < GROUPS; group++)
+    factors[group] = *(const Some<N, 4>*)(here + 512 + (lane / 4 * GROUPS + group) * 8);
   #pragma unroll
   for (int j = 0; j < 4; j++) {
-    unsigned a[TILES][4];
+    unsigned a[4];
     wait_products<3>();  // the products that read the registers of `a`
+    hold(words[j]);
+    const Some<N, 4> some = factors[j * 16 / GROUP];
     #pragma unroll
-    for (int tile = 0; tile < TILES; tile++) {
-      hold(words[tile][j]);
-      const Some<N, 4> some = factors[tile][j * 16 / GROUP];
-      #pragma unroll
-      for (int p = 0; p < 4; p++)
-        a[tile][p] = lowered(raised(words[tile][j], p, held), some.n[p % 2], some.n[2 + p % 2]);
-    }
+    for (int p = 0; p < 4; p++) a[p] = lowered(raised(words[j], p, held), some.n[p % 2], some.n[2 + p % 2]);
     begin_products();
-    #pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
-      group_mma_by_lines(sum[tile], a[tile][0], a[tile][1], a[tile][2], a[tile][3], columns + 2 * j);
+    group_mma_by_lines(sum, a[0], a[1], a[2], a[3], columns + 2 * j);
     commit_products();
   }
   stage += stage >= STAGES - DEEP ? DEEP - STAGES : DEEP;
 }
 wait_products<0>();
-#pragma unroll
-for (int tile = 0; tile < TILES; tile++) hold(sum[tile]);
+hold(sum);
 wait_copies<0>();
 float* const found = (float*)space;  // [ALL][WHOLE]
-float* const own = found + lane % 4 * 2 * WHOLE + warp / 4 * TILES * 64 + warp % 4 * 16 + lane / 4;
-// The place of this thread's sum[tile][i] among the sums of the thread block.
-auto place = [&](int tile, int i) { return own + (i / 4 * 8 + i % 2) * WHOLE + tile * 64 + i % 4 / 2 * 8; };
+float* const own = found + lane % 4 * 2 * WHOLE + warp / 4 * 64 + warp % 4 * 16 + lane / 4;
+// The place of this thread's sum[i] among the sums of the thread block.
+auto place = [&](int i) { return own + (i / 4 * 8 + i % 2) * WHOLE + i % 4 / 2 * 8; };
 #pragma unroll
 for (int other = 1; other < DEEP; other++) {
   __syncthreads();
   #pragma unroll
-  for (int tile = 0; tile < TILES; tile++)
-    #pragma unroll
-    for (int i = 0; i < 4 * SETS; i++)
-      if (turn == other) *place(tile, i) = sum[tile][i];
+  for (int i = 0; i < 4 * SETS; i++)
+    if (turn == other) *place(i) = sum[i];
   __syncthreads();
   #pragma unroll
-  for (int tile = 0; tile < TILES; tile++)
-    #pragma unroll
-    for (int i = 0; i < 4 * SETS; i++)
-      if (turn == 0) sum[tile][i] += *place(tile, i);
+  for (int i = 0; i < 4 * SETS; i++)
+    if (turn == 0) sum[i] += *place(i);
 }
-if (HIGH * TILES == 2 && parts > 1) {
+if (HIGH == 2 && parts > 1) {
   __shared__ int before;
   constexpr int SUMMED = 128 * HIGH;  // threads
-  float4* const all = (float4*)partial + (long)blockIdx.x * parts * TILES * SETS * SUMMED + threadIdx.x;
+  float4* const all = (float4*)partial + (long)blockIdx.x * parts * SETS * SUMMED + threadIdx.x;
   if (turn == 0)
     #pragma unroll
-    for (int i = 0; i < TILES * SETS; i++)
-      all[(part * TILES * SETS + i) * SUMMED] = *(float4*)&sum[i / SETS][i % SETS * 4];
+    for (int i = 0; i < SETS; i++) all[(part * SETS + i) * SUMMED] = *(float4*)&sum[i * 4];
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) before = atomicAdd((int*)arrived + blockIdx.x, 1);
@@ -156,15 +138,13 @@ if (HIGH * TILES == 2 && parts > 1) {
   __threadfence();
   if (threadIdx.x == 0) ((int*)arrived)[blockIdx.x] = 0;
   #pragma unroll
-  for (int tile = 0; tile < TILES; tile++)
-    #pragma unroll
-    for (int i = 0; i < 4 * SETS; i++) sum[tile][i] = 0;
+  for (int i = 0; i < 4 * SETS; i++) sum[i] = 0;
   #pragma unroll 1
   for (int p = 0; p < parts && turn == 0; p++)
     #pragma unroll
-    for (int i = 0; i < TILES * SETS; i++) {
-      const float4 some = __ldcg(all + (p * TILES * SETS + i) * SUMMED);
-      float* const four = &sum[i / SETS][i % SETS * 4];
+    for (int i = 0; i < SETS; i++) {
+      const float4 some = __ldcg(all + (p * SETS + i) * SUMMED);
+      float* const four = &sum[i * 4];
       four[0] += some.x;
       four[1] += some.y;
       four[2] += some.z;
@@ -173,10 +153,8 @@ if (HIGH * TILES == 2 && parts > 1) {
 }
 __syncthreads();
 #pragma unroll
-for (int tile = 0; tile < TILES; tile++)
-  #pragma unroll
-  for (int i = 0; i < 4 * SETS; i++)
-    if (turn == 0) *place(tile, i) = sum[tile][i];
+for (int i = 0; i < 4 * SETS; i++)
+  if (turn == 0) *place(i) = sum[i];
 __syncthreads();
 for (int i = threadIdx.x; i < LINES * EACH / 2; i += THREADS) {
   const int row = i % (EACH / 2) * 2, l = i / (EACH / 2);
