@@ -44,16 +44,19 @@ def test_every_request_over_http_says_how_long_it_may_take() -> None:
 
 NUMBERS = """
 import inspect
+from mlxpool.broker.edge import http_gateway
 from mlxpool.broker.http import loop_exchange, server
 from mlxpool.cli import admin, request_flags
 from mlxpool.client import AsyncClient, Client
 from mlxpool.client.retry import Pace
+from mlxpool.worker.preparation import lanes
 
 defaults = [inspect.signature(kind).parameters["connect_timeout"].default
             for kind in (AsyncClient, Client)]
 asked = inspect.signature(admin.ask).parameters["timeout"].default
 graces = [request_flags.IPC_GRACE, request_flags.TCP_GRACE, Pace().overdue, Pace().connect_grace]
 waits = [loop_exchange.LatestSnapshot().max_wait, loop_exchange.LoopQueue().max_wait]
+waits += [lanes.REPLY_TIMEOUT, http_gateway.ABORT_GRACE]
 print(*defaults, asked, *graces, *waits, server.Connections().max_seconds)
 """
 
@@ -62,4 +65,4 @@ def test_processes_that_tests_start_wait_for_a_busy_broker() -> None:
     """The longer time limits come from support/patient/sitecustomize.py."""
     done = subprocess.run([sys.executable, "-c", NUMBERS], capture_output=True, text=True)
     *waits, of_connections = done.stdout.split()
-    assert waits == ["60.0"] * 9 and float(of_connections) > 60, done.stderr
+    assert waits == ["60.0"] * 11 and float(of_connections) > 60, done.stderr

@@ -209,9 +209,15 @@ def test_without_a_terminal_the_phases_of_a_load_are_lines(pool: Pool) -> None:
     done = pool.cli("load", "counting", "--wait")
     assert (done.returncode, done.stdout) == (0, "counting: loaded\n")
     assert "\r" not in done.stderr
-    done = pool.cli("load", "stuck", "--wait", "--timeout", "0.1")
-    assert done.returncode == 1
-    assert re.match(r"mlxpool: (starting a worker for|loading) stuck", done.stderr)
+
+    def begins_with_a_phase() -> bool:
+        """Returns whether the broker has answered within the timeout."""
+        done = pool.cli("load", "stuck", "--wait", "--timeout", "0.1")
+        assert done.returncode == 1
+        assert "stuck is not loaded after 0.1 s" in done.stderr and "\r" not in done.stderr
+        return bool(re.match(r"mlxpool: (starting a worker for|loading) stuck", done.stderr))
+
+    until(begins_with_a_phase, "the first line is the phase of the load")
 
 
 def test_load_reports_why_a_model_fails(pool: Pool) -> None:

@@ -31,18 +31,25 @@ CONFIG = """
 http = "{address}"
 metrics = "127.0.0.1:0"
 restart_delay = 0.05
+beat_limit = {beats}
 {more}
 [models.slow]
 path = "builtin:counting"
 counting.step_us = {step}
 """
 KEY = "a-key-of-more-than-16-characters"
-SEED, COUNT = 7, 60
-SLOW, FAST = 100_000, 1000  # microseconds per token
+SEED, COUNT = 7, 300
+# Microseconds per token. A slow stream takes longer than any wait of a test, so it still runs when
+# the test ends it or makes its model fast.
+SLOW, FAST = 1_000_000, 1000
+assert COUNT * SLOW / 1_000_000 > PATIENCE
 
 
-def settings(address: str = "127.0.0.1:0", more: str = "", step: int = FAST) -> str:
-    return CONFIG.format(address=address, more=more, step=step)
+def settings(
+    address: str = "127.0.0.1:0", more: str = "", step: int = FAST, beats: float = PATIENCE
+) -> str:
+    """Returns a config. A process without a heartbeat for 2 * `beats` seconds is replaced."""
+    return CONFIG.format(address=address, more=more, step=step, beats=beats)
 
 
 def test_flags_alone_give_a_gateway_and_a_status_page_whose_urls_ps_shows(tmp_path: Path) -> None:
@@ -149,7 +156,7 @@ def test_a_killed_gateway_is_replaced_and_no_connection_is_refused(pool: Pool) -
 
 
 def test_a_gateway_that_hangs_is_replaced(tmp_path: Path) -> None:
-    with Pool(tmp_path, settings(more="beat_limit = 2")) as pool:
+    with Pool(tmp_path, settings(beats=2.0)) as pool:
         stopped = pool.gateway(state="ready")["pid"]
         os.kill(stopped, signal.SIGSTOP)
 
@@ -170,7 +177,12 @@ def test_a_gateway_that_hangs_is_replaced(tmp_path: Path) -> None:
 
 
 def test_answers_finish_at_sigterm(tmp_path: Path, completions: list[Completion]) -> None:
-    with Pool(tmp_path, settings(more="http_drain_timeout = 50", step=SLOW)) as pool:
+    """At SIGTERM no new request is taken; the broker ends after the last answer.
+
+    Meanwhile a reload replaces the slow worker at once, so that the answer comes to its end.
+    """
+    more = "http_drain_timeout = 3000\ndrain_grace = 0.0"
+    with Pool(tmp_path, settings(more=more, step=SLOW)) as pool:
         url = pool.gateway(state="ready")["url"]
         completions.append(stream := Completion(url))
         assert pool.process is not None
@@ -181,14 +193,16 @@ def test_answers_finish_at_sigterm(tmp_path: Path, completions: list[Completion]
         health = httpx.get(f"{url}/health", timeout=PATIENCE)
         assert (health.status_code, health.json()) == (503, {"status": "draining"})
         assert pool.ask("ps")["broker"]["state"] == "draining"
+        pool.config.write_text(settings(more=more))
+        pool.ask("reload")
         stream.assert_whole()
-        assert pool.stop() == 0
+        assert pool.process.wait(PATIENCE) == 0
 
 
 def test_answers_that_do_not_finish_in_time_end_with_an_error(
     tmp_path: Path, completions: list[Completion]
 ) -> None:
-    with Pool(tmp_path, settings(more="http_drain_timeout = 0.1", step=1_000_000)) as pool:
+    with Pool(tmp_path, settings(more="http_drain_timeout = 0.1", step=SLOW)) as pool:
         completions.append(stream := Completion(pool.gateway(state="ready")["url"]))
         assert pool.stop() == 0
         assert stream.rest()["code"] == "draining"
@@ -197,7 +211,7 @@ def test_answers_that_do_not_finish_in_time_end_with_an_error(
 def test_a_second_signal_ends_answers_with_the_error_of_their_interface(
     tmp_path: Path, completions: list[Completion]
 ) -> None:
-    with Pool(tmp_path, settings(more="http_drain_timeout = 3000", step=1_000_000)) as pool:
+    with Pool(tmp_path, settings(more="http_drain_timeout = 3000", step=SLOW)) as pool:
         url = pool.gateway(state="ready")["url"]
         completions.append(stream := Completion(url))
         body = {"model": "slow", "prompt": "hello"}

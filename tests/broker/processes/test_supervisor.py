@@ -111,7 +111,7 @@ def test_an_exit_is_noticed(nursery: Nursery) -> None:
 
 
 def test_a_worker_that_cannot_begin_is_told_with_its_last_line(nursery: Nursery) -> None:
-    """The cause of an exit has the worker's last line, never a line of an earlier worker."""
+    """The cause of an exit has the last output line of this worker, never of an earlier worker."""
     child = nursery.start(
         "import sys; print('lib.so: cannot open\\x1b[1m'); print(); sys.exit(127)"
     )
@@ -120,6 +120,20 @@ def test_a_worker_that_cannot_begin_is_told_with_its_last_line(nursery: Nursery)
     child = nursery.start("import sys; sys.exit(3)")
     assert gone(child)
     assert nursery.supervisor.reap("m/0").cause == "exit code 3"
+
+
+def test_the_last_line_of_a_worker_that_ends_while_it_is_started_is_told(nursery: Nursery) -> None:
+    """The worker writes its line and ends before `start` returns, as on a busy machine."""
+    add = nursery.supervisor.records.add
+
+    def add_late(slot: str, pid: int) -> None:
+        until(lambda: "cannot open" in nursery.said(slot), "the worker has written its line")
+        add(slot, pid)
+
+    nursery.patch.setattr(nursery.supervisor.records, "add", add_late)
+    child = nursery.start("import sys; print('lib.so: cannot open'); sys.exit(127)")
+    assert gone(child)
+    assert nursery.supervisor.reap("m/0").cause == "exit code 127: lib.so: cannot open"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells before it is collected")

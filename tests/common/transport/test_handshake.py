@@ -45,10 +45,14 @@ def endpoint_of(listener: socket.socket) -> str:
 
 @contextlib.contextmanager
 def dialled(endpoint: str, credentials: Credentials | None = None) -> Iterator[Handshake]:
-    """The handshake of a DEALER that connects again at once."""
+    """The handshake of a DEALER that reconnects immediately after each lost connection.
+
+    It gives up no connection because of its age, so only the listener ends connections.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dialler = context.socket(zmq.DEALER)
     dialler.reconnect_ivl = 1
+    dialler.handshake_ivl = 0  # no limit
     if credentials is not None:
         dialler.curve_serverkey = credentials.server.encode()
         dialler.curve_publickey = credentials.own.public.encode()
@@ -63,7 +67,7 @@ def dialled(endpoint: str, credentials: Credentials | None = None) -> Iterator[H
 
 
 def follow(handshake: Handshake, until: Callable[[], bool]) -> bool:
-    """Reads the monitor until the condition holds (False) or a handshake succeeds (True)."""
+    """Reads the monitor until `until()` is true. Returns whether a handshake succeeded before."""
     while not until():
         assert handshake.monitor.poll(MILLISECONDS), "the handshake reports nothing more"
         if handshake.succeeded():
@@ -73,7 +77,10 @@ def follow(handshake: Handshake, until: Callable[[], bool]) -> bool:
 
 @contextlib.contextmanager
 def answering(listener: socket.socket, answers: list[bytes]) -> Iterator[None]:
-    """Accepts one connection for each answer, sends it, and closes all but the last one."""
+    """Accepts one connection for each answer, and sends the answer.
+
+    Each connection is closed after its answer. Only the last stays open inside the context.
+    """
     leave = threading.Event()
 
     def serve() -> None:
@@ -141,11 +148,14 @@ def test_a_broker_and_a_client_of_which_one_has_keys(secure: bool) -> None:
 
 
 def test_connections_closed_in_a_row_make_keys_doubtful(listener: socket.socket) -> None:
-    """With tcp, connections that close in a row may mean a wrong server key; ipc has no keys."""
+    """With tcp, connections that close in a row may mean a wrong server key; ipc has no keys.
+
+    The next connection stays open, so no further failure follows.
+    """
     if listener.family == socket.AF_UNIX:
         pytest.skip("keys are for tcp")
     with (
-        answering(listener, [SECURE_GREETING] * BROKEN_OFF),
+        answering(listener, [SECURE_GREETING] * (HOPELESS_FAILURES + 1)),
         dialled(endpoint_of(listener), credentials()) as handshake,
     ):
         assert not follow(handshake, lambda: handshake.hopeless)

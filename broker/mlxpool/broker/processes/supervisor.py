@@ -154,6 +154,8 @@ class Supervisor:
         `for_child` collects the descriptors that only the child needs.
         """
         for_child.append(log := self._open_log(slot))
+        # Read before the worker starts: it may write its last line, or end, at any time after that.
+        log_begin, oom_kills = os.fstat(log).st_size, host.oom_kills()
         number = self._started.get(slot, 0)
         dump_path = self._dump_path(slot, number)
         for_child.append(dump := os.open(dump_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
@@ -203,10 +205,9 @@ class Supervisor:
             exit_descriptor = _pidfd(process)
         self._started[slot] = number + 1
         self.records.add(slot, process.pid)
-        oom = host.oom_kills()
-        child = Child(slot, token, process, exit_descriptor, block, dump_path, oom_kills=oom)
+        child = Child(slot, token, process, exit_descriptor, block, dump_path, oom_kills)
         child.rank_blocks = rank_blocks
-        child.log_begin = os.fstat(log).st_size
+        child.log_begin = log_begin
         self.children[slot] = child
         return child
 
@@ -425,7 +426,10 @@ def _pid_of_rank(worker: int, block: Block) -> int:
 
 
 def _sample_of_rank(worker: int, block: Block) -> Sample:
-    """Returns the state of a rank above 0, which has no main thread that sends heartbeats."""
+    """Returns the state of a rank above 0, from its shared memory block and the system.
+
+    Such a rank has no main thread that sends heartbeats.
+    """
     look, pid = block.read(), _pid_of_rank(worker, block)
     if not pid:
         return Sample(look)

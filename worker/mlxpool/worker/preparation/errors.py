@@ -9,7 +9,6 @@ from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest, DeadlineExceeded, Internal, OutOfMemory, PoolError
 from mlxpool.worker.preparation.limits import (
-    ENCODE_MEMORY,
     GRAMMAR_MEMORY,
     GRAMMAR_SECONDS,
     IMAGE_SECONDS,
@@ -28,11 +27,11 @@ def late(size: int) -> DeadlineExceeded:
 
 
 class MemoryParts(Struct, frozen=True):
-    """The parts of a worker's memory, in bytes, when they exceed `limit`: for the error of a job.
+    """The memory use of a worker and its preparation processes, in bytes, for the error of a job.
 
-    `worker`: the memory of the worker. `prepare`: the memory of all processes that prepare
-    requests. `own`: the memory of the job's own process. `figures`: the memory figures of a
-    heartbeat. `others`: the number of other jobs.
+    `limit`: the memory limit that they exceed together. `worker`: the memory of the worker.
+    `prepare`: the memory of all processes that prepare requests. `own`: the memory of the job's own
+    process. `figures`: the memory figures of a heartbeat. `others`: the number of other jobs.
     """
 
     limit: int
@@ -100,7 +99,7 @@ def error_of_exit(
         )
     if code == -signal.SIGABRT:
         return BadRequest(
-            f"the tokenizer takes more than {ENCODE_MEMORY} bytes of memory for {size} bytes of"
+            f"the tokenizer takes more than {limits.memory} bytes of memory for {size} bytes of"
             " text: it was stopped"
         )
     return None

@@ -44,8 +44,9 @@ NO_IMAGES = "this model does not support image input: it takes text only"
 class Render(Struct, frozen=True):
     """A job: renders a chat, and encodes the text unless it is long.
 
-    `now`: seconds since 1970. `context`, `images`: see Encode. `continues`: the answer continues
-    the last message. `plain`: control tokens in message contents are plain text.
+    `now`: seconds since 1970. `context`: the most tokens of the prompt, see Encode. `images`: the
+    files of the images in the messages. `continues`: the answer continues the last message.
+    `plain`: control tokens in message contents are plain text.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -61,10 +62,13 @@ class Render(Struct, frozen=True):
 class Encode(Struct, frozen=True):
     """A job: encodes a text (str or UTF-8) to token ids.
 
-    `context`: the most tokens; 0: as many as an answer may have. `messages_end`, `thinks`, `cuts`:
-    see RenderedChat. `chat`: the text is a rendered chat, so no token is put before it. `images`:
-    files that the text names by [img-n]. With `named`, a chat template's markers name these images,
-    in this order. `suffix`: the text after the gap to fill; "": no gap.
+    `context`: the most tokens; 0: as many as an answer to `tokenize` may have. `chat`: the text is
+    a rendered chat, so no token is put before it. `messages_end`: the number of its characters
+    before the generation prompt; 0: unknown. `thinks`: the text ends inside the model's thoughts.
+    `cuts`: the positions at which the text is divided before it is tokenized. `images`: files that
+    the text names by [img-n]. `named`: if not empty, the indices in `images` of the images that a
+    chat template's markers stand for, in order. `suffix`: the text after the gap to fill; "": no
+    gap.
     """
 
     text: str | bytes
@@ -99,7 +103,7 @@ class Checked(Struct, frozen=True):
 class EncodedInputs(Struct, frozen=True):
     """Inputs of an encoder model: the packed ids of all inputs, concatenated, and their lengths.
 
-    `types` has a byte for each id, its segment; empty: all segments are 0.
+    `types`: the segment (token type) of each id, one byte for each; empty: all segments are 0.
     """
 
     packed: bytes
@@ -110,7 +114,7 @@ class EncodedInputs(Struct, frozen=True):
 class QuestionPrompts(Struct, frozen=True):
     """The prompts of several questions: packed ids of their shared beginning, and of each tail.
 
-    `answers`: for each question and each of its labels, the token sequences that count as the
+    `answers`: for each question and each of its labels, the token sequences that stand for the
     label.
     """
 
@@ -120,11 +124,12 @@ class QuestionPrompts(Struct, frozen=True):
 
 
 class Encoded(Struct, frozen=True):
-    """The packed ids of a prompt. `thinks`: see RenderedChat.
+    """The packed ids of a prompt.
 
     `restore_at`: the number of ids before the generation prompt, where a later conversation may
-    branch off; 0: unknown. `images`: the different images of the request, see `image_fields`.
-    `named`: the number of the image of each slot token among the ids, in order.
+    branch off; 0: unknown. `thinks`: the prompt ends inside the model's thoughts. `images`: the
+    different images of the request, see `image_fields`. `named`: for each placeholder token of an
+    image among the ids, in order, the index of its image in `images`.
     """
 
     packed: bytes
@@ -188,7 +193,7 @@ ENCODES = "this model does not generate text: it answers embed, rerank or classi
 
 
 def perform(text: TextModel | EncoderFunctions, job: Job) -> Result:
-    """Returns the result of a job; a raised error concerns only the job's request.
+    """Returns the result of a job, or its error, which concerns only the job's request.
 
     A RenderedChat is returned for a long text, which a separate job encodes.
     """

@@ -31,7 +31,6 @@ from mlxpool.worker.preparation.jobs import (
     unpack,
 )
 from mlxpool.worker.preparation.limits import (
-    ENCODE_MEMORY,
     GRAMMAR_MEMORY,
     GRAMMAR_SECONDS,
     IMAGE_MEMORY,
@@ -121,7 +120,7 @@ class Bounds:
     def image(self) -> Iterator[None]:
         """Returns a context with the memory limit of one image.
 
-        Its time limit is the part of the job's limit that earlier images have left.
+        The time limit is the job's limit for all its images minus the time of its earlier images.
         """
         with (
             _memory_limit(self._base + IMAGE_MEMORY),
@@ -152,7 +151,7 @@ class Bounds:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         try:
             with (
-                _memory_limit(self._base + ENCODE_MEMORY),
+                _memory_limit(self._base + self._limits.memory),
                 _timer(signal.ITIMER_PROF, self._limits.encoding(size)),
             ):
                 yield

@@ -64,9 +64,9 @@ def end_process() -> None:
 class Running(Struct, eq=False):
     """A job in a lane process.
 
-    `long`: the job counts as long, so short jobs do not wait for it. `tries`: the number of lanes
-    that were used for the job so far. `announced`: the job is announced as long work, so steps
-    leave a core free.
+    `long`: the job is treated as long, so short jobs do not wait for it. `tries`: the number of
+    lanes that were used for the job so far. `announced`: the job is announced as long work, so
+    steps leave a core free.
     """
 
     waiting: Waiting
@@ -82,7 +82,7 @@ class LaneService(threading.Thread):
 
     At most one job with a long text and one short job run at a time. A short job that takes longer
     than SHORT_TIME becomes long, so that the next short job does not wait for it. Jobs with images
-    have a separate queue and separate lanes, one for each owner, and always count as long.
+    have a separate queue and separate lanes, one for each owner, and are always treated as long.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LaneService(threading.Thread):
         """`memory_limit`: bytes of the worker and its lane processes together; 0: no limit.
 
         `on_fault` is called if the thread fails, because requests would otherwise wait for ever.
-        `worker_memory` makes room before a job is ended because of the memory limit.
+        `worker_memory` frees memory before a job is ended because of the memory limit.
         """
         super().__init__(name="prepare", daemon=True)
         self._server = server
@@ -139,7 +139,7 @@ class LaneService(threading.Thread):
         self._command(self._end_all)
 
     def close(self) -> None:
-        """Ends the thread and its processes; for tests only, as these end with the worker, too."""
+        """Ends the thread and its processes. For tests only: the worker's end also ends them."""
         self._command(self._close)
         self.join()
         self.release()
@@ -169,7 +169,10 @@ class LaneService(threading.Thread):
             self.turn(monotonic())
 
     def turn(self, now: float) -> None:
-        """Executes commands, ends late jobs, starts jobs; `now`: monotonic seconds."""
+        """Executes commands, ends jobs after their deadline, and starts jobs.
+
+        `now`: monotonic seconds.
+        """
         while not self._commands.empty():
             self._commands.get()()
         if self._closing:
@@ -196,7 +199,7 @@ class LaneService(threading.Thread):
         )
 
     def _timeout(self, now: float) -> float | None:
-        """Returns the seconds until the next deadline or check; None: there is none."""
+        """Returns the seconds until the next deadline or check; None if nothing is due."""
         due = min(self._watch_at, *(each.next_deadline() for each in self._queues))
         for running in self._running.values():
             due = min(due, running.waiting.deadline)
@@ -425,7 +428,7 @@ def service_of(
 
     The service uses lane processes, unless the text functions (tokenizer and templates) are our own
     code. `memory_limit`: bytes of the worker and its lane processes together; 0: no limit.
-    `worker_memory` makes room for the lane processes.
+    `worker_memory` frees memory of the worker for the lane processes.
     """
     if isinstance(opened, Opened) and opened.source is None:
         assert not isinstance(opened.text, TokenTable)

@@ -19,14 +19,15 @@ BYTES_PER_SECOND = 100_000  # characters of text per second; every tokenizer is 
 
 
 class Limits(Struct, frozen=True):
-    """The time limits for the preparation of a request, in seconds.
+    """The limits for the preparation of a request.
 
-    `render`: the limit of a chat template. `tokenize`: the limit of the tokenizer for a short text,
-    see `encoding`.
+    `render`: seconds for a chat template. `tokenize`: processor seconds of the tokenizer for a
+    short text, see `encoding`. `memory`: bytes of address space that the tokenizer may take.
     """
 
     render: float = 2.0
     tokenize: float = 5.0
+    memory: int = ENCODE_MEMORY
 
     def encoding(self, size: int) -> float:
         """Returns the most processor seconds of the tokenizer for a text of `size` characters."""

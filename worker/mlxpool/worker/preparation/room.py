@@ -49,7 +49,7 @@ class Room:
         self._until = 0.0  # when the requested bytes have to be free
 
     def rest(self, memory: int) -> None:
-        """Called while no job runs: reserves the `memory` bytes of the preparation processes."""
+        """Reserves the `memory` bytes of the preparation processes; called while no job runs."""
         if abs(memory - self._reserved) >= MIN_CHANGE:
             self._reserved = memory
             self.worker.reserve(memory)
@@ -57,8 +57,8 @@ class Room:
     def lacks(self, total: int, now: float) -> bool:
         """Returns whether `total` bytes exceed the limit and the worker cannot free the excess.
 
-        The worker is asked to free the excess. If it has not done so after ROOM_SECONDS, the result
-        is True.
+        The first call with an excess that the worker can free requests this from the worker, and
+        returns False. If the excess remains for ROOM_SECONDS, a later call returns True.
         """
         over = total - self.limit
         if not self.limit or over <= 0:

@@ -56,7 +56,7 @@ MakeService = Callable[[Opened | OpenedEncoder, Deliver], Service]
 
 
 class InlineService(threading.Thread):
-    """Performs jobs one after the other in this thread: only for text functions of our own code."""
+    """A thread that performs jobs one after the other; only for text functions of our own code."""
 
     def __init__(self, text: TextModel, deliver: Deliver) -> None:
         super().__init__(name="prepare", daemon=True)
