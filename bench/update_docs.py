@@ -122,7 +122,7 @@ def figure(line: Measurement, side: str) -> str:
 
 
 def ratio(line: Measurement, side: str, other: str) -> float:
-    """Returns the ratio of the medians of two contestants; above 1, the first is better."""
+    """Returns the ratio of the medians of two contestants: above 1 if the first is better."""
     figure(line, side), figure(line, other)  # raises for an unknown side
     above, below = line.median(side), line.median(other)
     return below / above if line.less_is_better else above / below

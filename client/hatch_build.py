@@ -26,8 +26,8 @@ class AddShared(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Adds the files.
 
-        A source distribution has the licence in its root folder, where hatchling looks for it when
-        it builds a wheel there.
+        A source distribution has the licence in its root folder. If hatchling builds a wheel from
+        this distribution, it reads the licence in this folder.
         """
         root = Path(self.root)
         in_repository = (root.parent / "common").is_dir()

@@ -1,7 +1,7 @@
 """The parts of the site besides docs/: MkDocs calls these functions (mkdocs.yml, hooks).
 
-README.md, CONTRIBUTING.md and CHANGELOG.md become pages. A file that a page links to outside docs/
-is copied into the site, unless it is Markdown.
+README.md, CONTRIBUTING.md and CHANGELOG.md become pages. If a page links to a file outside docs/,
+the file is copied into the site, unless it is Markdown.
 """
 
 from __future__ import annotations

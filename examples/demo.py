@@ -47,7 +47,10 @@ def say(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def note_on_delay(run_dir: Path) -> Iterator[None]:
-    """Prints the progress of a slow load once, unless `mlxpool run` shows it (on a terminal)."""
+    """Prints the progress of the model's load once, if the context lasts NOTE_DELAY seconds.
+
+    On a terminal it prints nothing, because there `mlxpool run` shows the progress.
+    """
 
     def note() -> None:
         with contextlib.suppress(PoolError):

@@ -58,7 +58,10 @@ def function_begins(texts: dict[str, str]) -> Iterator[str]:
 
 
 def prompts_of(tokenizer: Tokenizer, texts: dict[str, str]) -> Tokens:
-    """Returns the first LONGEST tokens of N functions as prompts [N, LONGEST], each after END."""
+    """Returns the first LONGEST token ids of N functions as prompts [N, LONGEST].
+
+    The first id is END. Shorter functions are left out.
+    """
     sources = [source[: 8 * LONGEST] for source in function_begins(texts)]
     all_ids = (encoding.ids[:LONGEST] for encoding in tokenizer.encode_batch(sources))
     return np.array([ids for ids in all_ids if len(ids) == LONGEST], dtype=np.int32)
@@ -75,7 +78,10 @@ def corpus_tokens(tokenizer: Tokenizer, texts: dict[str, str], most: int, seed: 
 
 
 def places_of(tokens: Tokens, count: int, size: int, draw: np.random.Generator) -> Tokens:
-    """Returns windows of tokens [count, size] from random positions; the first token is END."""
+    """Returns excerpts [count, size] of `tokens`, each from a random position on.
+
+    The first token of each excerpt is replaced by END.
+    """
     starts = draw.integers(0, len(tokens) - size, count)
     windows = tokens[starts[:, None] + np.arange(size)]
     windows[:, 0] = 0

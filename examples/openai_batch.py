@@ -3,9 +3,9 @@
     python examples/openai_batch.py REQUESTS.jsonl ANSWERS.jsonl [--url http://127.0.0.1:11434]
 
 A line of REQUESTS is a line of OpenAI's batches: custom_id, method, url and body. Lines without an
-answer are written to the end of ANSWERS with their error. The batch goes on when this program is
-interrupted; `--batch ID`, in place of REQUESTS, waits for it again. Needs a pool that keeps jobs,
-as it does by default, and `pip install openai`.
+answer are written to the end of ANSWERS with their error. The batch continues when this program is
+interrupted; `--batch ID`, in place of REQUESTS, waits for this batch again. Needs a pool that keeps
+jobs (the default) and `pip install openai`.
 
 Exit code 0: every line is answered; 1: some lines are not, or the batch failed; 130: interrupted.
 """
@@ -46,7 +46,7 @@ def wait(client: openai.OpenAI, batch: Batch) -> Batch:
 
 
 def write(client: openai.OpenAI, batch: Batch, answers: Path) -> None:
-    """Prints the answers of the output file, then the lines of the error file."""
+    """Writes the lines of the batch's output file, then of its error file, to `answers`."""
     with answers.open("wb") as out:
         for file in (batch.output_file_id, batch.error_file_id):
             if file is not None:

@@ -92,7 +92,7 @@ class Stream:
 
 
 def handle(stream: Stream, socket: Socket, parts: list[bytes], now: float) -> str | None:
-    """Handles a frame. Returns None while the stream goes on, "" at its end, or its error."""
+    """Handles a frame. Returns None if the stream continues, "" at its end, or its error."""
     _, kind, ident, _, attempt, pos, *_ = msgpack.unpackb(parts[0])
     answer = msgpack.unpackb(parts[1]) if len(parts) > 1 else {}
     if kind == "pong" and stream.home not in (None, (answer["boot"], answer["link"])):

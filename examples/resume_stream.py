@@ -1,10 +1,10 @@
-"""Print a chat's answer while it is made, over HTTP; it goes on when the gateway is killed.
+"""Print a chat's answer over HTTP as it is generated, even if the gateway is killed meanwhile.
 
     python examples/resume_stream.py MODEL "A question" [--url http://127.0.0.1:11434]
 
 The request has its own key (Idempotency-Key). If the connection ends before the answer, the same
 request is sent again with the id of the last event (Last-Event-ID). The gateway then continues
-after that event. Needs a pool that keeps jobs, as it does by default.
+after that event. Needs a pool that keeps jobs (the default).
 """
 
 from __future__ import annotations

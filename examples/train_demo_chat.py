@@ -60,7 +60,10 @@ def make(
     drawers: int,
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """Trains a new model, or the model in `start`; saves it in `folder` and returns the report."""
+    """Trains a new model, or the model in `start`; saves it in `folder` and returns the report.
+
+    `drawers`: the number of processes that draw conversations; 0 means this process.
+    """
     train: Train = importlib.import_module(f"demo_chat.training_{backend}").train
     before: list[Any] = []
     if start is None:

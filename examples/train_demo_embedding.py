@@ -68,7 +68,7 @@ DUMPED = 8  # numbers of a vector that the norm's weights remove
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's sizes, the largest that fit into 8 MB of float16 and a tokenizer."""
+    """The sizes of the model: the largest whose float16 weights and tokenizer fit into 8 MB."""
 
     vocab: int = 9216
     hidden: int = 384
@@ -341,7 +341,7 @@ def forward(model: Words, rows: Sequence[Sequence[int]]) -> tuple[Array, Backwar
 
 
 def token_weights(tokenizer: Tokenizer, items: Sequence[Item]) -> Array:
-    """Returns a weight of each token, 0.02 to 0.99: the fewer items have the token, the higher."""
+    """Returns a weight of each token, 0.02 to 0.99; tokens that fewer items have weigh more."""
     counts = np.ones(tokenizer.get_vocab_size())
     texts = [f"{item.name} {item.summary} {item.rest}" for item in items]
     for row in tokenizer.encode_batch_fast(texts):

@@ -167,7 +167,7 @@ def loss_of(
 
 
 def right_shares(head: Head, words: Vocabulary, texts: Texts) -> list[float]:
-    """Returns the share of right drafts at each depth, given that all earlier drafts are right."""
+    """Returns the fraction of right drafts at each depth, if all earlier drafts are right."""
     count, shares = WINDOW - DEPTH, []
     right, before = [0] * DEPTH, [0] * DEPTH
     for first in range(0, len(texts), 32):

@@ -94,7 +94,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's sizes, the largest that fit into 8 MB of bfloat16 and a tokenizer."""
+    """The sizes of the model: the largest whose bfloat16 weights and tokenizer fit into 8 MB."""
 
     vocab: int = 4096
     hidden: int = 256
@@ -373,7 +373,7 @@ def compute_type() -> mx.Dtype:
 
 
 def schedule(plan: Plan) -> Callable[[mx.array], mx.array]:
-    """Returns a linear warm-up to the peak, then half a cosine down to zero."""
+    """Returns the learning rate by step: linear up to the peak, then half a cosine to zero."""
     warmup = min(plan.warmup, max(plan.steps // 10, 1))
     rise = optim.linear_schedule(0.0, plan.peak, warmup)
     fall = optim.cosine_decay(plan.peak, max(plan.steps - warmup, 1))
@@ -471,10 +471,10 @@ def bits_per_byte(
 
 
 def xz_bits_per_byte(corpus: Corpus) -> tuple[float, float]:
-    """Compresses the held-out modules with `xz -9`: by themselves, and after the training text.
+    """Returns the bits per byte of the held-out modules, compressed with `xz -9`, in two ways.
 
-    For the second figure xz also reads the model's training text; the window of xz covers all of
-    it.
+    For the first figure xz compresses the modules alone. For the second figure it compresses them
+    after the training text, which fits into the window of xz.
     """
     held_out = "".join(corpus.held_out.values()).encode()
     before = "".join(corpus.train.values()).encode()

@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skips a file of which `make test` runs no test, unless the whole file was requested."""
+    """Skips a file if `make test` runs none of its tests and nobody requested the whole file."""
     left_out = tiers.tiers().leaves_out(tiers.relative(collection_path))
     return True if left_out and not runs_whole(collection_path, config) else None
 

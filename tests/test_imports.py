@@ -34,7 +34,10 @@ def cycle_in(graph: grimp.ImportGraph) -> list[str]:
 
 @pytest.fixture(scope="module")
 def graph() -> grimp.ImportGraph:
-    """Returns the graph of the product's imports, also those in functions and for type checks."""
+    """Returns the graph of the product's imports.
+
+    It includes imports in functions and imports that only type checks need.
+    """
     first, *others = (f"mlxpool.{name}" for name in PACKAGES)
     return grimp.build_graph(first, *others, cache_dir=None)
 
@@ -90,7 +93,7 @@ STARTS = {
 
 
 def imported_at_start(path: Path) -> set[str]:
-    """Returns what a module and its functions import with `from`.
+    """Returns the names that a module and its functions import with `from`, as `MODULE:NAME`.
 
     Imports in other blocks, such as `if` and `try`, are left out.
     """

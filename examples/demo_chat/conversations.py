@@ -88,11 +88,11 @@ def _written(value: Any) -> str:
 def forced(words: Words, tools: Sequence[Tool]) -> Round:
     """Returns a round whose tool call the request forces (`tool_choice`), whatever the user says.
 
-    The beginning of the call is forced, see Round.given. If the user asks for one of the tools, and
-    the request names no other tool, the call fulfils the user's request. Otherwise it calls the
-    named tool or, if no tool is named, the first tool. Its string arguments are then texts that the
-    user gives for another tool, or the user's last word. Its numbers are those in the user's text,
-    or 0.
+    The beginning of the call is forced, see Round.given. `tool_choice` names a tool, or demands a
+    call of any tool. If the user asks for one of the tools, and `tool_choice` allows this tool, the
+    call fulfils the user's request. Otherwise the call is of the named tool or, without a name, of
+    the first tool. Its string arguments are then the string arguments of the tool that the user
+    asks for, or the user's last word. Its numbers are the numbers in the user's text, or 0.
     """
     pick = words.rng.choice
     named = pick(tools) if len(tools) == 1 or words.chance(0.6) else None
@@ -306,7 +306,7 @@ FACTS = (Words.text, Words.word, Words.integer, lambda words: words.english().rs
 
 
 def as_json(words: Words) -> Round:
-    """Returns a request for a JSON object with some facts."""
+    """Returns a round: the user asks for a JSON object with keys and values that the user names."""
     keys = [words.parameter() for _ in range(words.rng.choice((1, 2, 2, 3)))]
     facts = {key: words.rng.choice(FACTS)(words) for key in keys}
     phrase = ", ".join(f"{key} {text}" for key, text in facts.items())

@@ -34,7 +34,7 @@ SETS: dict[str, tuple[int, Callable[[Words], Conversation]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A wrong answer. `written`: the likeliest token after each beginning of the wanted answer."""
+    """A wrong answer. `written`: the most likely token after each prefix of the wanted answer."""
 
     kind: str
     user: str
@@ -48,8 +48,9 @@ Results = dict[str, dict[str, list[int]]]  # set -> kind of answer -> [right, al
 def judge(
     expected: Expected, tokenizer: Tokenizer, count: int, longest: int
 ) -> tuple[Results, list[Miss]]:
-    """Returns counts [right answers, all answers] by set and kind, and the wrong answers.
+    """Returns counts [right answers, all answers] and the wrong answers.
 
+    The counts are by set of conversations (such as "unseen tools, thinking") and kind of answer.
     An answer is right if each of its tokens, with its thought and end mark, is the most likely
     token after the tokens before it. Then the model writes this answer at temperature 0.
     """

@@ -41,7 +41,10 @@ def repeated(text: str, form: str = "Say: {}") -> Round:
 
 
 def in_object(turn: Round, member: str) -> Round:
-    """Returns the round with its answer in a JSON object, as a schema of the request demands."""
+    """Returns the round with its answer in a JSON object, as a schema of the request demands.
+
+    `member`: the key of the answer in the object.
+    """
     begun = f'{{"{member}' + ('": "' if member == "name" else "")
     return Round("JSON", turn.user, turn.thought, dumped({member: turn.answer}), given=(begun,))
 

@@ -336,7 +336,7 @@ READERS: dict[str, Reader] = {
 
 
 def bodies(reader: Reader, seed: str) -> Iterator[dict[str, Any]]:
-    """Yields random bodies: valid values, up to two odd values, and seldom an unknown name."""
+    """Yields random bodies: valid values, up to two unusual values, and rarely an unknown key."""
     draw = random.Random(seed)
     names = [*reader.good, *reader.always]
     for _ in range(reader.bodies):

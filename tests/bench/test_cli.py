@@ -109,7 +109,7 @@ def test_bad_json_says_which_file(tmp_path: Path) -> None:
 
 
 def test_the_page_of_scenarios_has_each_of_them() -> None:
-    """The page names each scenario; the docstring of its module begins with a question."""
+    """The page names each scenario; the docstring of a scenario's module begins with a question."""
     page = (Path(__file__).parents[2] / "bench" / "README.md").read_text("utf-8")
     for name in SCENARIOS:
         assert f"| `mlxpool bench {name}" in page

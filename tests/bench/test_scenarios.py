@@ -1,4 +1,4 @@
-"""Each scenario of `mlxpool bench` at its smallest: which figures it returns, not their values."""
+"""Runs each scenario of `mlxpool bench` at its smallest size; checks which figures it returns."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_engine_gives_the_share_of_the_bytes_bound(tiny: Path) -> None:
 
 
 def test_engine_beside_a_checkout(tiny: Path) -> None:
-    """Each side runs in a process with its checkout's modules; here this checkout is both sides."""
+    """Two checkouts are compared, each in its own process; here both are this checkout."""
     words = ["--model", str(tiny), "--rounds", "2", "--steps", "2", "--streams", "2"]
     words += ["--prompt", "5", "--prefill", "8", "--beside", str(engine_process.HERE)]
     decode, prefill = run("engine", *words)

@@ -39,7 +39,7 @@ def unmarked(page: str) -> str:
 
 
 def rare_figures(run: Figures, least: float) -> Iterator[str]:
-    """Yields, as pages show them, the medians of a run that are at least `least` and not round."""
+    """Yields the medians of a run that are at least `least` and not round, as pages show them."""
     for line in run.lines:
         for side in line.sides:
             if line.median(side) >= least and line.median(side) % 100:

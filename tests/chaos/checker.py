@@ -61,7 +61,7 @@ class Findings:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Returns the lines of all processes in the order of the clock, without incomplete lines."""
+    """Returns the trace lines of all processes in order of time, without incomplete lines."""
     lines = []
     for path in sorted(folder.glob("*.jsonl")):
         for text in path.read_text("utf-8", "replace").splitlines():

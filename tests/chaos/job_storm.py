@@ -210,7 +210,7 @@ class JobStorm(Storm):
 def started_alone(lines: Sequence[TraceLine]) -> set[str]:
     """Returns the ids of jobs that a broker started alone.
 
-    It does so if brokers have ended while the job ran.
+    A broker starts a job alone if earlier brokers have ended while the job ran.
     """
     return {line["id"] for line in lines if line["what"] == "start_job" and line["alone"]}
 

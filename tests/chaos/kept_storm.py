@@ -45,7 +45,7 @@ FILES = ("lock", "reserve")  # files in the folder of a store, beside the databa
 class Plan:
     """The size of the storm. `pause`: the mean time between two faults in seconds.
 
-    `actions` is a minimum: threads go on until all faults have happened.
+    `actions` is a minimum: threads continue until all faults have happened.
     """
 
     actions: int = 200
@@ -60,7 +60,7 @@ class KeptStorm:
     """A storm of faults over stored jobs; `run` may be called once, and returns its figures."""
 
     def __init__(self, plan: Plan, tmp_path: Path, server: PostgresServer | None = None) -> None:
-        """With a `server` the store is in PostgreSQL, not in a folder; faults also kill it."""
+        """With a `server` the store is in PostgreSQL, and faults also kill this server."""
         self.plan = plan
         self.truth = Truth()
         self._folder = tmp_path

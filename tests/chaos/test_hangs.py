@@ -87,7 +87,7 @@ def test_a_short_stop_is_tolerated(tmp_path: Path, monkeypatch: Patch) -> None:
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
     """A pool whose models were slow in one phase each, all at the same time.
 
-    Every step takes 200 ms; five of them stay below three quarters of the limit.
+    Every step takes 200 ms; even five steps take less than three quarters of a limit of 1.5 s.
     """
     config = "".join(model(phase, fault="slow", fault_in=phase) for phase in PHASES)
     with Patch.context() as patch, Chaos(tmp_path_factory.mktemp("slow"), patch, config) as chaos:

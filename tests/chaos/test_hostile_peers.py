@@ -65,7 +65,7 @@ class Target(Chaos):
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: Patch) -> Iterator[Target]:
-    """A pool for this test alone, whose memory and counters the test knows."""
+    """A pool for this test alone: no other test changes its memory and counters."""
     with Target(tmp_path, monkeypatch, model(), SHORT_GRACE) as opened:
         yield opened
 
@@ -364,7 +364,7 @@ print("alive")
 
 
 def test_a_peer_that_fills_the_input_and_leaves_does_not_abort_the_process(tmp_path: Path) -> None:
-    """libzmq#4364: with heartbeats on the socket, such a peer aborts the whole process.
+    """libzmq#4364: if the socket sends heartbeats, a peer that fills its input aborts the process.
 
     The test's socket is in another process, whose main thread does not read for 3 s.
     """

@@ -24,7 +24,10 @@ Patch = pytest.MonkeyPatch
 
 @contextmanager
 def front_relay(tmp_path: Path, monkeypatch: Patch, step_us: int) -> Iterator[tuple[Chaos, Relay]]:
-    """A pool whose clients connect over tcp through a relay."""
+    """Runs a pool to which clients connect over tcp through a relay; yields pool and relay.
+
+    `step_us`: microseconds of a decode step.
+    """
     port = free_port()
     limits = f'{LIMITS}front = ["tcp://127.0.0.1:{port}"]\n'
     with (
@@ -76,7 +79,10 @@ def test_delay_and_drip_at_the_front(tmp_path: Path, monkeypatch: Patch) -> None
 
 @contextmanager
 def back_relay(tmp_path: Path, monkeypatch: Patch, step_us: int) -> Iterator[tuple[Chaos, Relay]]:
-    """A pool whose workers reach their broker through a relay."""
+    """Runs a pool whose workers connect to the broker through a relay; yields pool and relay.
+
+    `step_us`: microseconds of a decode step.
+    """
     chaos = Chaos(tmp_path, monkeypatch, model(step_us=step_us))
     back = sockets.ipc(chaos.pool.run_dir, "back").removeprefix("ipc://")
     with Relay(("ipc", back)) as relay:
@@ -112,9 +118,9 @@ def test_resets_at_the_back(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 def _connected_again(chaos: Chaos) -> dict[str, Any]:
-    """Returns the row of the worker, once it has connected two more times after its start.
+    """Returns the row of the worker in `ps`, once the worker has sent `hello` three times.
 
-    Returns {} before that.
+    The first `hello` belongs to its start, the others to new connections. Returns {} before that.
     """
     worker = chaos.pool.worker("m/0")
     return worker if worker["epoch"] >= 3 else {}

@@ -1,4 +1,4 @@
-"""The text of a load's progress, made from answers of `ps`."""
+"""The text about the progress of a model's load, made from answers of `ps`."""
 
 from __future__ import annotations
 

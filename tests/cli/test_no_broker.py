@@ -114,7 +114,7 @@ def test_a_socket_that_a_killed_broker_left_is_not_waited_for(
 
 
 def test_a_broker_of_another_container_is_no_killed_one(empty: Path) -> None:
-    """A broker that listens is not a killed one, although this container does not know its pid."""
+    """A broker that listens is not reported as killed, even if this container lacks its pid."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     (empty / "lock").write_text(f"{ended.pid}\n")

@@ -81,8 +81,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def ran(pool: Pool, made: str, done: str, after: str) -> dict[str, Any]:
     """Returns the JSON output of a program that forks.
 
-    `made` and `after` are the parent's statements before and after the fork. `done` is a callable,
-    which the child calls.
+    The arguments are Python code. `made` and `after`: the parent's statements before and after the
+    fork. `done`: a callable that the child calls.
     """
     text = PROGRAM.replace("MADE", f"    {made}").replace("AFTER", f"    {after}")
     process = subprocess.run(

@@ -26,13 +26,13 @@ from mlxpool.common.protocol.kept.job_work import OF_POOL
 
 
 def submitted(**options: Any) -> dict[str, Any]:
-    """Returns the body of `submit` for a completion."""
+    """Returns the body of the `submit` message for a completion with these options."""
     question = jobs.submit("m", "a", None, None, (), cast(SubmitOptions, options))
     return question.content.body() or {}
 
 
 def called(**options: Any) -> dict[str, Any]:
-    """Returns the body of `submit` for a call."""
+    """Returns the body of the `submit` message for a call (`embed`) with these options."""
     return jobs.submit_call("embed", "m", cast(CallOptions, options)).content.body() or {}
 
 

@@ -29,7 +29,7 @@ def token(seed: int, position: int) -> int:
 
 
 def text(seed: int, count: int) -> str:
-    """Returns the text that is sent with this many ids; that of the last id is held back."""
+    """Returns the text that is sent with `count` ids; the text of the last id is held back."""
     return "".join(f"{token(seed, i)} " for i in range(count - 1))
 
 

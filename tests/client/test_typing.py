@@ -84,7 +84,10 @@ FOUND = {  # line of WRONG: the error that mypy reports
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the Python of an environment with our wheel and msgspec, for the types of records."""
+    """Returns the Python interpreter of a new environment with our wheel and msgspec.
+
+    mypy needs msgspec to know the types of the client's records.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=2 * PATIENCE)

@@ -106,7 +106,7 @@ def test_a_stream_outlives_broker_and_worker(pool: HostedPool) -> None:
 
 
 def test_a_worker_that_comes_back_elsewhere_brings_a_new_key(pool: HostedPool) -> None:
-    """The key of the old worker is revoked: a copy of it may still run on a cut-off node."""
+    """The key of the old worker is revoked, because this worker may still run on a cut-off node."""
     id, host = next(iter(pool.cluster.hosts.items()))
     old = keys.read(next(host.folder.glob("*.key")))
     assert old.public in (pool.folder / "pool.toml").read_text()
@@ -151,7 +151,7 @@ def test_a_worker_that_nobody_started_is_not_admitted(pool: HostedPool) -> None:
 
 
 def test_no_broker_starts_where_its_store_is_not(tmp_path: Path, pool: HostedPool) -> None:
-    """The store's machine is lost, and another machine has its Ray resource by mistake.
+    """The store's machine is lost, and another machine has the same Ray resource by mistake.
 
     The broker must not start there.
     """

@@ -122,7 +122,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayPool]:
 
 @pytest.fixture(scope="module")
 def running(pool: RayPool) -> dict[str, Any]:
-    """Returns the status after `up`."""
+    """Returns the status of the pool after `mlxpool ray up`."""
     status = pool.up()
 
     def two_ready() -> bool:

@@ -1,6 +1,6 @@
 """A real API server accepts the manifests: checked strictly, without a node, as a dry run.
 
-It needs kube-apiserver, etcd and kubectl (`support.kube_api`), and for some overlays the
+The tests need kube-apiserver, etcd and kubectl (`support.kube_api`), and for some overlays the
 definitions of KEDA and of the Gateway API inference extension.
 """
 

@@ -94,9 +94,9 @@ def check_scaled_object(document: dict[str, Any]) -> None:
 
 
 def check_inference_pool(document: dict[str, Any]) -> None:
-    """Checks an InferencePool, a kind of the Gateway API inference extension, by hand.
+    """Checks the keys of an InferencePool, a kind of the Gateway API inference extension.
 
-    `test_kube_api` has its schema.
+    test_kube_api.py checks its schema.
     """
     assert document["kind"] == "InferencePool"
     assert set(document["spec"]) == {"selector", "targetPorts", "endpointPickerRef"}

@@ -1,7 +1,7 @@
 """Every block of every page is run, and does what the page promises.
 
 tests/support/doc_blocks.py runs the blocks; tests/support/program_stubs.py replaces the programs
-that no test may run, and has the reasons.
+that no test may run, and names the reason for each.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ PLACES = re.compile(r"(?<![\w./$@~-])/(?=(?:data|etc|home|opt|path|run|var)/)")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a page of docs/ needs in a test, and the texts that the test replaces in it.
+    """The requirements of a page whose commands a test runs, and the texts replaced in it.
 
-    Absolute folders are moved into a folder of the test, and ports are replaced by free ports.
+    `before`: commands that the test runs first. `instead`: texts of the page and their
+    replacements. In every page, absolute folders are moved into a folder of the test, and ports are
+    replaced by free ports.
     """
 
     before: tuple[str, ...] = ()
@@ -200,7 +202,7 @@ ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")),
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_every_block_is_run_or_has_a_reason(path: Path) -> None:
-    """Each block is run or has a reason.
+    """Each block of a page is run, or the page or ELSEWHERE gives the reason why it is not.
 
     Indented text is refused, because the site would show it as a block.
     """
@@ -214,7 +216,7 @@ def test_every_block_is_run_or_has_a_reason(path: Path) -> None:
 
 
 def test_programs_that_are_not_run_have_a_reason() -> None:
-    """Each program with a reason has a stub, and each stub has a reason."""
+    """The programs with stubs are the programs with a reason why no test runs them."""
     assert {words.split()[0] for words in program_stubs.REASONS} == set(program_stubs.STUBS)
 
 

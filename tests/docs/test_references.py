@@ -34,7 +34,11 @@ def names_in_tests() -> frozenset[str]:
 
 
 def exists(path: str) -> bool:
-    """Returns whether a file exists; the path may be shortened as in architecture.md."""
+    """Returns whether a file of the repository exists.
+
+    The path may be short, as in architecture.md: worker/versions.py for
+    worker/mlxpool/worker/versions.py.
+    """
     top, _, rest = path.partition("/")
     short = top in make_architecture.SOURCES and make_architecture.folder_of(top) / rest
     return (ROOT / path).is_file() or bool(short and short.is_file())

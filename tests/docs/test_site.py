@@ -98,7 +98,7 @@ def test_a_page_fits_a_narrow_screen(name: str, site: Path, browser: Chromium) -
 def drawings(browser: Chromium) -> list[str]:
     """Returns the `aria-roledescription` of each SVG in a shadow root.
 
-    It is the kind of drawing, such as "sequence"; "error" if Mermaid could not draw it.
+    The value is the kind of drawing, such as "sequence"; "error" if Mermaid could not draw it.
     """
     tree = browser.command("DOM.getDocument", depth=-1, pierce=True)
     return list(_drawings(tree["root"], inside=False))

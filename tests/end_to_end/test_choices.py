@@ -56,7 +56,7 @@ def rows_of(pool: Pool, model: str) -> list[int]:
 def test_a_prompt_is_read_once_on_one_of_two_replicas(client: Client, n: int, extra: str) -> None:
     """All choices run on one replica, which reads the prompt once.
 
-    The prompt ends inside a block. In the case with 16 choices, some wait until a row is free.
+    The prompt ends inside a KV block. In the case with 16 choices, some wait for a free sequence.
     """
     prompt = f"{n}{extra} {WORDS}"
     choices = client.choices("demo", prompt, n=n, max_tokens=8, seed=100)

@@ -102,7 +102,7 @@ def test_every_line_is_answered(api: openai.OpenAI, endpoint: str, url: str) -> 
 
 
 def test_files_of_results_are_deleted_one_by_one(api: openai.OpenAI, url: str) -> None:
-    """Such a file can be deleted like any other file, as with OpenAI; the batch remains."""
+    """The output and error files of a batch can be deleted, as with OpenAI; the batch remains."""
     lines = [line("a"), line("long", model="small", prompt="x" * 100), line("b")]
     batch = over(api, begin(api, sent(api, lines)).id)
     output, error = batch.output_file_id, batch.error_file_id

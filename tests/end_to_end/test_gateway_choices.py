@@ -79,8 +79,9 @@ def test_streamed_choices_are_interleaved_by_index(api: openai.OpenAI) -> None:
 def test_the_prompt_is_read_once(api: openai.OpenAI, client: Client) -> None:
     """One of four choices reads the prompt, and the other three find it cached.
 
-    The answer's usage is that of choice 0: it has few cached tokens if choice 0 read the prompt,
-    else all but one. The native client gets the same text as choice 2 with choice 2's seed.
+    The answer's usage is that of choice 0. If choice 0 read the prompt, few tokens are cached. If
+    another choice read it, all prompt tokens but one are cached. With the seed of choice 2, the
+    native client gets the text of choice 2.
     """
     answer = completion(api, PROMPT * 12, n=4, temperature=1, seed=9)
     size = answer["usage"]["prompt_tokens"]
@@ -150,7 +151,7 @@ def test_choices_over_the_queue_are_refused_together(pool: Pool, api: openai.Ope
 def check(logprobs: dict[str, Any], ids: list[int], begin: int) -> None:
     """Asserts that the log-probabilities equal those of a single pass over `ids`.
 
-    `begin`: the position at which they must end, the number of prompt tokens.
+    `begin`: the expected length of `ids`.
     """
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     expected = demo_logprobs(ids)

@@ -275,7 +275,7 @@ def test_every_answer_has_the_id_of_its_request(http: httpx.Client, pool: Pool) 
 
 
 def values(text: str) -> dict[tuple[str, str, str], float]:
-    """Returns values by name, route, and status or cause."""
+    """Returns the values of metrics by name, route, and status or cause."""
     return {
         (
             sample.name,

@@ -160,7 +160,7 @@ def test_what_it_cannot_have_is_refused_by_name(pool: Pool, model: str, words: l
 
 
 def busy(client: Client, streams: ExitStack) -> None:
-    """Opens four long streams, more than one worker can run at once."""
+    """Opens four long streams; a single worker cannot run all of them at once."""
     for seed in range(4):
         streams.enter_context(client.stream("scaled", "hi", max_tokens=10**6, seed=seed))
 

@@ -33,8 +33,8 @@ RUN = ("--temperature", "0", "--max-tokens", str(len(TEXT.encode())))
 def chain_weights(ids: Sequence[int], starts: Sequence[int]) -> dict[str, np.ndarray]:
     """Returns weights of a model that generates `ids` in order after each id of `starts`.
 
-    After an id of `ids` the next one is the likeliest, after an id of `starts` the first one.
-    Attention and MLP add nothing, so the next token depends only on the last token.
+    After an id of `starts` the first of `ids` is the likeliest, after an id of `ids` its successor
+    in `ids`. Attention and MLP add nothing, so the next token depends only on the last token.
     """
     weights = {
         name: np.ones_like(array) if "norm" in name else np.zeros_like(array)

@@ -1,4 +1,7 @@
-"""`mlxpool serve` keeps jobs without a setting. If it cannot, it logs this, and streams run."""
+"""`mlxpool serve` stores jobs on disk even if no setting demands this.
+
+If it cannot store jobs, it logs the reason, and serves streams without jobs.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs the manifests of two pools and a gateway in network namespaces, under their NetworkPolicies.
 
 Each pod's command runs in its own namespace, with the names of the services and the ports that the
-policies open. It needs root, `ip` and `nft`.
+policies open. The tests need root, `ip` and `nft`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ def here(text: str, folder: Path) -> str:
 
 
 def policies() -> Iterator[dict[str, Any]]:
-    """Yields all policies of the two namespaces; the second has no policy of a gateway."""
+    """Yields the NetworkPolicies of the namespaces `mlxpool` and `mlxpool-2`.
+
+    The second namespace has no policy for a gateway.
+    """
     for file, namespace in (
         (BASE / "network.yaml", "mlxpool"),
         (POOLS / "network.yaml", "mlxpool"),

@@ -1,4 +1,4 @@
-"""Conversations outlive workers and brokers on disk: restarts, drains, kills, two workers.
+"""Prefixes of conversations on disk outlive workers and brokers: restarts, drains, kills.
 
 Answers are compared with those of a pool without prefixes on disk.
 """
@@ -63,7 +63,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
 
 def figures(pool: Pool) -> dict[str, int]:
-    """Returns the counters of the disk tier of all workers together."""
+    """Returns the counters of the disk tier, summed over all workers."""
     total: dict[str, int] = {}
     for worker in pool.ask("ps")["workers"]:
         for name, value in (worker.get("prefix") or {}).items():
@@ -128,7 +128,7 @@ def _written(pool: Pool) -> int:
 def test_kills_at_any_moment_lose_no_token(
     tmp_path: Path, expected: Callable[[str], list[int]]
 ) -> None:
-    """Two workers share one folder, and one of them is killed in each turn.
+    """Two workers share one folder, and one of them is killed in each round of requests.
 
     The killed worker is reading a prompt or the disk, computing, or saving.
     """

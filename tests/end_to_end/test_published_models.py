@@ -1,9 +1,9 @@
 """Models of other makers through a pool: SmolLM2, Gemma 3 (in `make test-all`) and MiniLM.
 
-Greedy ids and perplexities must equal those in support/published_answers.json. These are mlx-lm's,
-in float32, from weights that llama.cpp's package has read; worker/weights/gguf/test_published.py
-checks the file. At each step the logits of the two likeliest ids are at least 0.05 apart. Each
-model is loaded twice, because one of its workers is killed.
+Greedy ids and perplexities must equal those in support/published_answers.json. That file has the
+results of mlx-lm in float32, from weights that llama.cpp's package has read;
+worker/weights/gguf/test_published.py checks the file. At each step the logits of the two likeliest
+ids are at least 0.05 apart. Each model is loaded twice, because one of its workers is killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""examples/demo.py explains a long first load, if no terminal shows it."""
+"""examples/demo.py explains a long first load if its standard error is not a terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def noted(demo: ModuleType, answer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns the note for this answer of the broker."""
+    """Returns the texts that the example prints if the broker gives this answer."""
     asked: list[tuple[Path, str]] = []
     texts: list[str] = []
 

@@ -43,7 +43,7 @@ def idle(pool: Pool) -> None:
 
 
 class Service:
-    """The example, and a connection to it."""
+    """The running example asyncio_service.py, and a connection to it."""
 
     def __init__(self, pool: Pool) -> None:
         script = str(EXAMPLES / "asyncio_service.py")
@@ -337,7 +337,7 @@ def test_strict_tools_calls_in_one_round_and_answers_in_the_next(
 
 
 def test_strict_tools_never_gets_arguments_that_do_not_fit(url: str) -> None:
-    """The arguments also fit if a question needs neither of the tools."""
+    """If no tool suits the question, the model still calls one, with arguments that fit it."""
     done = example("strict_tools.py", "Book a table for 4.", "--url", url)
     assert done.returncode == 0
     assert done.stdout.startswith(("calls    get_weather Weather(city='", "calls    add Add(a="))

@@ -1,4 +1,4 @@
-"""A page of another origin changes nothing through any route, with any content type."""
+"""A page of another origin cannot change anything, on any route and with any content type."""
 
 from __future__ import annotations
 

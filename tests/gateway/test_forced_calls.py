@@ -1,4 +1,4 @@
-"""A tool call's grammar allows texts that the same format's parser reads as this call."""
+"""Every text that a tool call's grammar allows is read as this call by the format's parser."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_parameters_that_tags_cannot_hold_are_named(
 
 
 def test_values_between_tags_keep_their_text() -> None:
-    """Values with white space, markers of other parts, or text like JSON stay unchanged."""
+    """Values with white space, with tags of the format, or with text like JSON stay unchanged."""
     parameters = {"properties": {"a": {"type": "string", "minLength": 2}}, "required": ["a"]}
     tools: Any = [{"function": {"name": "f", "parameters": parameters}}]
     for value in ("\n a\n", "</tool_call>", "12", "é</", "<parameter=a>"):

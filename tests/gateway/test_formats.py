@@ -1,4 +1,4 @@
-"""The events that each format's parser makes of text, for all divisions into pieces."""
+"""The events that each format's parser makes of a text, for every division of the text."""
 
 from __future__ import annotations
 

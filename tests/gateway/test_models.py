@@ -21,7 +21,10 @@ DONE = {"name": "m", "inspected": True, "type": "llama", "chat": {"tools": "json
 
 
 class ScriptedPool(AsyncClient):
-    """Answers `models` with the next of some lists, and with the last list from then on."""
+    """A client whose `models` returns the next of the given lists at each call.
+
+    After that it returns the last list at every call.
+    """
 
     def __init__(self, *lists: Sequence[dict[str, Any]]) -> None:
         self.lists, self.asked = list(lists), 0

@@ -1,4 +1,4 @@
-"""Several pools of one gateway: which pool gets a request, and which is left out."""
+"""Several pools of one gateway: the pool that gets a request, and the pools that are skipped."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_request_goes_where_least_waits_for_each_worker() -> None:
 
 
 def test_requests_since_the_last_look_count() -> None:
-    """Each new request counts at once in the load of the pool that gets it.
+    """Each new request immediately increases the load of the pool that gets it.
 
     Otherwise all requests would go to one pool until its load is read again.
     """

@@ -1,4 +1,4 @@
-"""JSON with an unpaired surrogate is refused on every route; the error names the place."""
+"""JSON with an unpaired surrogate is refused on every route; the error names its position."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Changing lines of a system message: dates move to its end, and headers are removed.
+"""System messages whose lines change: dates and ids move to the end, header lines are removed.
 
-So the prefix cache finds the unchanged start.
+The prefix cache then finds the unchanged beginning.
 """
 
 from __future__ import annotations

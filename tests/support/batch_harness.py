@@ -67,7 +67,11 @@ class BatchStory(JobStory):
         return self.about_batch(messages.READ, key)
 
     def wait_for(self, key: str, seen: str = "", *, link: int = 1) -> bytes:
-        """Asks for the progress of a batch; returns the id of the request."""
+        """Asks for the progress of a batch; returns the id of the request.
+
+        `seen` is the `mark` of the newest answer that the client has; the broker answers when the
+        batch changes. With "" the broker answers immediately.
+        """
         return self.ask(WaitForProgress(KeyName(key), seen), link)
 
     def answered(self, ident: bytes) -> bool:
@@ -95,7 +99,10 @@ class BatchStory(JobStory):
                 self.settle()
 
     def work_off(self, worker: FakeWorker, seconds: float = 60.0) -> None:
-        """Makes a worker end all its runs, each with two tokens, until no new run comes."""
+        """Makes a worker end all its runs, each with two tokens, until no new run comes.
+
+        Stops after `seconds` of simulated time at the latest.
+        """
         end = self.now + seconds
         quiet = 0
         while quiet < 3 and self.now < end:

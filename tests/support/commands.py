@@ -50,7 +50,10 @@ def _captured(
     environment: Mapping[str, str],
     stdin: str | None = None,
 ) -> CompletedProcess[str]:
-    """Runs `work` with files as the standard streams. Only one thread at a time may use it."""
+    """Runs `work` with files as the standard streams; returns its exit code and output.
+
+    Only one thread at a time may call this function.
+    """
     with ExitStack() as stack:
         stdin_file, out, err = (_stream(stack) for _ in range(3))
         stdin_file.write(stdin or "")

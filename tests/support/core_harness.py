@@ -191,7 +191,10 @@ class FakeWorker:
         )
 
     def watched(self, seconds: int, look: ProgressReading, **sample: Any) -> None:
-        """Sends the core the same observation each second for `seconds`; clients send pings."""
+        """Sends the core the same observation each second, for `seconds` seconds.
+
+        Before each observation the clients send pings, and the worker sends a heartbeat.
+        """
         for _ in range(seconds):
             for link in list(self.story.core.state.links):
                 self.story.hear(link)

@@ -16,7 +16,7 @@ def new_request(
     blobs: tuple[bytes, ...] = (),
     **body: Any,
 ) -> Request:
-    """Returns a request for the model m; `body` and `blobs` are as in its `generate`."""
+    """Returns a request for the model m; `body` and `blobs` are those of its `generate` message."""
     if not {"prompt", "messages", "tokens"} & body.keys():
         body["prompt"] = "a"
     message = Generate.parse({"model": "m", **body}, blobs)

@@ -20,7 +20,10 @@ class KernelNeeds:
 
 
 def needs_of(code: bytes) -> KernelNeeds:
-    """Returns the registers and the stack of the only kernel in an ELF file. Raises KeyError."""
+    """Returns the registers and the stack of the only kernel in an ELF file.
+
+    Raises KeyError if the file lacks one of these numbers.
+    """
     attributes: dict[int, int] = {}
     for name, content in _sections(code):
         if name == INFO:

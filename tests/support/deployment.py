@@ -49,7 +49,7 @@ def make_keys(folder: Path, roles: Mapping[str, str], bearer: str) -> dict[str, 
 
 
 def admitting(settings: str, roles: Mapping[str, str], public: Mapping[str, str]) -> str:
-    """Returns a broker's settings with a section for each key except servers' keys."""
+    """Returns broker settings with a section for each key, except keys of the role `server`."""
     return settings + "".join(
         f'\n[keys.{name}]\nrole = "{role}"\npublic = "{public[name]}"\n'
         for name, role in roles.items()

@@ -1,8 +1,8 @@
 """The log of a process's changes to a folder, and disk images as after a loss of power.
 
 disk_shim.cpp writes the log. An image has all data that was synced before the loss, and a random
-part of the later data: some sectors of each later write, one of which may be torn, and the changes
-of names up to a random one.
+part of the later data. Of each later write it has some sectors, one of which may be torn. Of the
+later changes of names it has a random number, the earliest first.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ _HEAD = struct.Struct("<cQQI")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record of the log; `what` is its type.
+    """A record of the log: the letter `what` is its type, and the other fields depend on the type.
 
-    O: a file was opened to be created (inode, truncated, path); W: written (inode, offset, bytes);
-    T: truncated (inode, size); S: synced (inode); D: a folder was synced (path); U: unlinked
-    (path); K: a folder was made (path); R: renamed (length of the first path, both with a NUL
-    between); M: a mark of the process (text).
+    O: a file was opened for creation. `first`: inode; `second`: 1 if truncated; `data`: path.
+    W: bytes were written. `first`: inode; `second`: offset; `data`: the bytes.
+    T: a file was truncated. `first`: inode; `second`: the new size.
+    S: a file was synced. `first`: inode.
+    D: a folder was synced. `data`: path.
+    U: a name was unlinked. `data`: path.
+    K: a folder was made. `data`: path.
+    R: a name was changed. `first`: length of the old path; `data`: old path, NUL, new path.
+    M: the process wrote a mark. `data`: text.
     """
 
     what: str

@@ -61,8 +61,8 @@ def record_of(
     """Returns the record of a block that follows the block with the key `parent`.
 
     `part` are the block's inputs, `start` is the position of the first. `states` are positions of
-    snapshots, whose records are added. A snapshot inside the block follows a record of its own that
-    has the inputs before it.
+    snapshots, whose records are added. If a snapshot is inside the block, a shorter record is added
+    before the snapshot's record, with the block's inputs up to the snapshot.
     """
     key = block_key(parent, packed(part))
     arrays = (NamedArray("0.0", "bfloat16", (cells(part, start),)),)
@@ -108,7 +108,8 @@ def write_all(tier: DiskTier, records: Sequence[NewRecord]) -> None:
 def write_until_killed(path: Path, number: int) -> None:
     """Writes records until the process is killed.
 
-    Their inputs are counted from `number * 1,000,000` on.
+    The records belong to sequences of 700 consecutive inputs. The first sequence begins with the
+    input `number * 1,000,000`, and each later one 1,000 higher.
     """
     with tier_at(path, budget=2**32) as tier:  # a large budget, so that no record is deleted
         for count in range(10_000):

@@ -1,4 +1,4 @@
-"""Measures the effect of a stalled disk under the job store on streams that are not jobs.
+"""Measures how a stalled disk of the job store affects streams that are not jobs.
 
 PYTHONPATH=tests python tests/support/disk_stall_gaps.py [--rounds 3] [--seconds 5]
 
@@ -42,7 +42,7 @@ class Phases:
 
 
 def read(client: Client, number: int, phases: Phases, over: threading.Event) -> None:
-    """Reads one stream after the other until `over`."""
+    """Reads streams, one after the other, until `over` is set."""
     while not over.is_set():
         last = 0.0
         with client.stream("m", f"stream {number}", max_tokens=100_000) as stream:

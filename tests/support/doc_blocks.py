@@ -34,10 +34,10 @@ PATIENCE = 500  # seconds for a whole page; only bounds a failure
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block. `line` is the line of its fence; `reason` is why it is not run, else "".
+    """A fenced block of a page. `reason` is why it is not run; "" if it is run.
 
-    `loose` is True if figures may differ from the page's. `ends` is the exit code of its last
-    command.
+    `line` is the line number of its fence. `loose` is True if figures may differ from the page's.
+    `ends` is the exit code of its last command.
     """
 
     kind: str

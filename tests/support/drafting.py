@@ -64,7 +64,7 @@ class OracleDrafter:
 
 
 class EagerSpeculator(Speculator):
-    """Checks drafts of every row that has room, even if the drafts save no time.
+    """A speculator that checks drafts of every row, even if the drafts save no time.
 
     It checks all available drafts, or a random number of them.
     """
@@ -100,7 +100,7 @@ class EagerSpeculator(Speculator):
 
 
 class ClockedSpeculator(Speculator):
-    """Records the reported times of steps; the test moves the clock."""
+    """A speculator that records the reported times of steps; the test moves its clock."""
 
     def __init__(self) -> None:
         super().__init__(NgramDrafter(), lambda load: 0.0, lambda: self.now)

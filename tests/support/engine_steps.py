@@ -50,7 +50,7 @@ def read(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]:
 
 
 def enter(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]:
-    """Admits a sequence and prefills its prompt; see `read`."""
+    """Admits a sequence and prefills its prompt; returns the length of each chunk."""
     engine.admit(seq)
     return read(engine, seq, tokens)
 
@@ -58,9 +58,9 @@ def enter(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]
 def decode(engine: Engine, rows: Many[Sequence], steps: int = 1) -> list[SampledToken]:
     """Decodes until each row has `steps` more tokens; returns all generated tokens.
 
-    If the engine works ahead, one more pass stays in flight, over those of the rows that may
-    continue. Earlier passes in flight may contain other sequences, which get their tokens, too.
-    Raises the first SequenceFailed.
+    If the engine works ahead, one more pass over the rows that may continue stays in flight.
+    Earlier passes in flight may contain other sequences, which get their tokens, too. Raises the
+    first SequenceFailed.
     """
     target = {seq: len(seq.ids) + steps for seq in rows}
     ahead = engine.limits.ahead

@@ -108,7 +108,10 @@ class FakeBroker:
         return request
 
     def stream_of(self, client: Client, prompt: str = "a", **options: Any) -> tuple[Stream, bytes]:
-        """Returns a new stream of a client; this broker accepts it, and is opened if necessary."""
+        """Accepts a new stream of a client; returns the stream and its id.
+
+        Opens this broker's socket if it is not open yet.
+        """
         stream = client.stream("m", prompt, **options)
         if self.socket is None:
             self.open()

@@ -10,7 +10,10 @@ from mlxpool.common.protocol.frames import Message
 
 
 class FakePeers(Peers):
-    """Peers in `dead` have left, peers in `full` read nothing; `incoming` are unread messages."""
+    """Peers without a socket, which record the messages that are sent to them.
+
+    Peers in `dead` have left, and peers in `full` read nothing. `incoming` has the unread messages.
+    """
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, Message]] = []

@@ -53,7 +53,8 @@ def rope_angles(count: int, size: int, base: float) -> Any:
 def rotated(x: Any, angles: Any, *, traditional: bool) -> Any:
     """Returns x [..., D] with its pairs rotated by angles [..., D / 2].
 
-    A pair is two neighbours (`traditional`), or the numbers of one index in both halves.
+    If `traditional` is true, a pair is two neighbouring numbers. Otherwise a pair has the numbers
+    at the same index of both halves of D.
     """
     half = x.shape[-1] // 2
     first, second = (x[..., ::2], x[..., 1::2]) if traditional else (x[..., :half], x[..., half:])

@@ -17,7 +17,7 @@ given: set[int] = set()  # ports given in this process
 
 
 def free_port() -> int:
-    """Returns a port without a listener, see free_ports."""
+    """Returns a port without a listener, chosen as `free_ports` chooses ports."""
     (port,) = free_ports(1)
     return port
 
@@ -51,9 +51,9 @@ def _share(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def highest_port() -> int:
-    """Returns the bound of the ports that tests may take.
+    """Returns the exclusive upper bound of the ports that tests may use.
 
-    It is the lowest port that the kernel gives to a socket that asks for any port.
+    The bound is the lowest port that the kernel assigns to a socket that requests any port.
     """
     try:
         return int(RANGE.read_text().split()[0])

@@ -29,7 +29,10 @@ GENERATE = "/api/generate"
 
 
 class Parser(NamedTuple):
-    """A parser. `least` is a body with only the required fields."""
+    """The parser of a path: `read` parses a body, `fields` are the known fields.
+
+    `least` is a body with only the required fields.
+    """
 
     read: Callable[[Mapping[str, Any]], Any]
     fields: Body

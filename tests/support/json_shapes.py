@@ -66,7 +66,7 @@ def parsed(text: str) -> Any:
 
 
 def _shape(tokens: list[str]) -> tuple[Any, list[str]]:
-    """Returns the shape at the beginning, and the tokens after it."""
+    """Returns the shape at the beginning of `tokens`, and the tokens after the shape."""
     first, rest = tokens[0], tokens[1:]
     if first == "[":
         inner, rest = _shape(rest)
@@ -79,7 +79,10 @@ def _shape(tokens: list[str]) -> tuple[Any, list[str]]:
 
 
 def _object(rest: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the object's keys up to the closing brace; in `a, b: TYPE` both have the type."""
+    """Returns the members of an object, and the tokens after its closing brace.
+
+    In `a, b: TYPE` both keys have the type.
+    """
     members: dict[str, Any] = {}
     while rest[0] != "}":
         end = rest.index(":")
@@ -100,7 +103,7 @@ def _after(token: str, rest: list[str]) -> list[str]:
 
 
 def faults(value: Any, shape: Any, where: str = "$") -> Iterator[str]:
-    """Yields the differences between a value and a shape, also keys that the shape lacks."""
+    """Yields the differences between a value and a shape, including keys that the shape lacks."""
     if isinstance(shape, str):
         if not _is(value, shape):
             yield f"{where}: {value!r:.60} is no {shape}"

@@ -99,7 +99,7 @@ class KubeApi(Closing):
             return False
 
     def _define(self) -> None:
-        """Adds the definitions of the folder in the environment variable, if it is set."""
+        """Creates the resource definitions of the folder DEFINITIONS, if that variable is set."""
         folder = os.environ.get(DEFINITIONS)
         if folder is None:
             return

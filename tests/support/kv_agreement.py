@@ -1,9 +1,10 @@
 """Compares the next tokens of an 8-bit KV cache with those of an unquantised KV cache.
 
-The unquantised cache has the model's number format. The text is teacher-forced, in windows: each
-token follows the text before it. The unquantised cache reads a window in chunks, as a resumed
-stream is read. The 8-bit cache reads the first half in chunks, as a prompt is read, and the second
-half token by token, as an answer is read.
+The unquantised cache has the dtype of the model. The text is divided into sections, and each
+section begins with empty caches. The next token is always taken from the text, not from the model
+(teacher forcing). With the unquantised cache, the model reads a section in chunks. With the 8-bit
+cache, it reads the first half in chunks, as a prompt, and the second half token by token, as an
+answer.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Agreement:
     """The agreement of an 8-bit and an unquantised cache over a text.
 
     `share` is the fraction of `positions` at which both caches give the same most likely token.
-    `divergence` is the mean Kullback-Leibler divergence, in nats. `capacity` is the number of
-    tokens of the 8-bit cache in some bytes, divided by that of the other cache.
+    `divergence` is the mean Kullback-Leibler divergence, in nats. `capacity` is a ratio for equal
+    memory: the tokens that fit into an 8-bit cache, divided by those that fit into an unquantised
+    cache.
     """
 
     positions: int
@@ -42,7 +44,10 @@ class Agreement:
 
 
 def compare(loaded: LoadedModel, ids: Sequence[int], window: int) -> Agreement:
-    """Returns how far an 8-bit and an unquantised cache agree over a text."""
+    """Returns how far an 8-bit and an unquantised cache agree over a text.
+
+    `window` is the number of tokens of each section of the text.
+    """
     exact_layout, exact_shape = _layout(loaded, AUTO, window)
     layout, shape = _layout(loaded, INT8, window)
     agreeing, divergence = 0, 0.0

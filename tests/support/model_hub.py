@@ -33,7 +33,7 @@ class Repository:
 
     `cuts` maps a file to the number of bytes after which the connection ends, once. `sent` maps a
     file to bytes that are sent in place of its contents. `status` is the HTTP status for each file.
-    `gated`: only TOKEN may read it.
+    If `gated` is True, only requests with TOKEN may read the repository.
     """
 
     files: Mapping[str, bytes]

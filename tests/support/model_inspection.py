@@ -18,7 +18,7 @@ for line in sys.stdin:
 def program(deed: str = "pass") -> tuple[str, ...]:
     """Returns a command that replaces the inspection of models, and reports each model as sound.
 
-    `deed` is a Python statement that it performs before each report.
+    `deed` is a Python statement that the command runs before each report.
     """
     return (sys.executable, "-c", ECHO.format(deed=deed))
 

@@ -177,7 +177,8 @@ def _attend(q: Array, k: Array, v: Array) -> Array:
 def _rope(x: Array, base: float, *, pairs: bool = False) -> Array:
     """Returns x [T, H, D] rotated by positions (RoPE).
 
-    `pairs`: two neighbouring numbers are a pair; otherwise those at one index of both halves.
+    With `pairs`, two neighbouring numbers are rotated as a pair. Otherwise a pair has the numbers
+    at the same index of both halves of D.
     """
     return rotated(x, rope_angles(len(x), x.shape[2], base), traditional=pairs)
 

@@ -20,7 +20,7 @@ Numbers = npt.NDArray[np.float64]
 def demo_logprobs(ids: Sequence[int]) -> Numbers:
     """Returns log-probabilities [T - 1, vocabulary] of the tokens of a prompt.
 
-    Row i has the log-probabilities after tokens 0 to i, and so of token i + 1.
+    Row i has the log-probabilities of token i + 1, given tokens 0 to i.
     """
     config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
     weights = _weights(DEMO / "model.safetensors")

@@ -17,7 +17,7 @@ def validator(schema: Mapping[str, Any]) -> Draft202012Validator:
 
 
 def faults(answer: Any, component: str) -> list[str]:
-    """Returns the faults of an answer by the schema of a component."""
+    """Returns the violations of a component's schema in an answer."""
     errors = validator({"$ref": f"#/components/schemas/{component}"}).iter_errors(answer)
     return [f"{error.json_path}: {error.message}" for error in errors]
 

@@ -33,7 +33,10 @@ class FakePeerMemory:
     def __init__(
         self, *, exports: bool = True, opens: bool = True, identity: int = 1, nvlink: bool = False
     ) -> None:
-        """`exports`, `opens`: whether these calls succeed. If `identity` is 0, its call raises."""
+        """`exports`, `opens`: whether the methods `export` and `open` succeed.
+
+        If `identity` is 0, the method `identity` raises PeerMemoryError.
+        """
         self.exports, self.opens, self.number, self.nvlink = exports, opens, identity, nvlink
         self.allocated: dict[int, np.ndarray] = {}
         self.opened: list[int] = []
@@ -56,13 +59,16 @@ class FakePeerMemory:
         return address
 
     def export(self, address: int) -> bytes:
-        """Returns a handle that contains the address. Raises PeerMemoryError unless `exports`."""
+        """Returns a handle that contains the address.
+
+        Raises PeerMemoryError if `exports` is False.
+        """
         if not self.exports:
             raise PeerMemoryError("cuIpcGetMemHandle failed: CUDA_ERROR_NOT_SUPPORTED")
         return address.to_bytes(HANDLE_BYTES, "little")
 
     def open(self, handle: bytes) -> int:
-        """Returns the address in a handle. Raises PeerMemoryError unless `opens`."""
+        """Returns the address in a handle. Raises PeerMemoryError if `opens` is False."""
         if not self.opens:
             raise PeerMemoryError("cuIpcOpenMemHandle_v2 failed: CUDA_ERROR_INVALID_HANDLE")
         self.opened.append(int.from_bytes(handle, "little"))
@@ -110,9 +116,10 @@ class MappedPeerMemory:
         return os.getpid().to_bytes(IDENTITY_BYTES, "little")
 
     def over_nvlink(self, identity: bytes) -> bool:
-        """Returns whether an environment variable requests NVLink.
+        """Returns whether the environment variable SIMULATED_NVLINK is "yes", for any `identity`.
 
-        The simulation (simt.h) writes lines of memory whole, as NVLink does.
+        Then kernels for NVLink run. They work, because the simulation (simt.h) writes each memory
+        line as a whole, as NVLink does.
         """
         return os.environ.get(NVLINK) == "yes"
 

@@ -1,7 +1,7 @@
 """Counts sentences that often need a second reading: nine patterns, see CONTRIBUTING.md.
 
-Reads docstrings, comments, help texts and error texts of the Python files, and the pages. It is a
-report: no number of hits fails it, because a pattern also fits sentences that are clear.
+Reads docstrings, comments, help texts and error texts of the Python files, and the pages. No number
+of matches is an error, because a pattern also matches sentences that are clear.
 
 Usage: plain_words.py [--list] [FOLDER OR FILE ...]
 """
@@ -50,7 +50,7 @@ class Text(NamedTuple):
 
 
 def main() -> None:
-    """Prints the hits of each pattern; with --list each sentence with its file and line."""
+    """Prints the number of matches of each pattern; with --list also each matching sentence."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="each sentence with its place")
     parser.add_argument("paths", nargs="*", type=Path)
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def hits(sentence: str) -> list[str]:
-    """Returns the names of the patterns that fit a sentence."""
+    """Returns the names of the patterns that match a sentence; see PATTERNS."""
     return [name for name, pattern in COMPILED.items() if pattern.search(sentence)]
 
 

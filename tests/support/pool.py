@@ -57,7 +57,7 @@ def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> An
 
 
 def gone(process: psutil.Process) -> bool:
-    """Returns whether a process has ended; a zombie counts as ended."""
+    """Returns whether a process has ended or is a zombie."""
     try:
         return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -140,7 +140,7 @@ class Pool(Closing):
         until(self._answers, f"the broker answers; it said:\n{self.log()}")
 
     def _without_jobs(self) -> tuple[str, ...]:
-        """Returns the flag that starts a pool without a store, unless the test needs the store.
+        """Returns the flag that starts a pool without a store; () if the test needs a store.
 
         A store takes time to start.
         """
@@ -264,8 +264,8 @@ class Pool(Closing):
     ) -> subprocess.CompletedProcess[str]:
         """Runs the `mlxpool` command against this pool: here, or with `process` in a new process.
 
-        The command waits longer than for users, as a busy machine may give the broker no processor
-        time. It is run again if it gave up on a broker that still runs.
+        A busy machine may give the broker no processor time. So the command waits longer for an
+        answer than a user's command, and runs again if it gave up on a broker that still runs.
         """
         end = time.monotonic() + PATIENCE
         while True:

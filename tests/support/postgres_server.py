@@ -123,7 +123,7 @@ class PostgresServer(Closing):
             )
 
     def url(self, schema: str) -> str:
-        """Returns the URL of this server's database, with the tables of one schema."""
+        """Returns the URL of this server's database, whose sessions use the tables of `schema`."""
         options = f"-csearch_path%3D{schema}"
         return f"postgresql://{USER}@/postgres?host={self.folder}&options={options}"
 

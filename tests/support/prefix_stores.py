@@ -62,7 +62,10 @@ class ListStore:
     join_copies = True
 
     def __init__(self, stateful: bool = False, window: int = 0) -> None:
-        """`window`: a snapshot of at most this many tokens can be cut to any smaller number."""
+        """A snapshot of at most `window` tokens can also restore any smaller number of tokens.
+
+        A longer snapshot restores only its own number of tokens.
+        """
         self.stateful = stateful
         self.nbytes = 0
         self.rows = 0  # rows that were made and not yet released
@@ -199,9 +202,11 @@ def serve(
     stop_at: int | None = None,
     restore_at: int = 0,
 ) -> int:
-    """Serves a request, completely or cancelled at `stop_at`; returns the number of cached tokens.
+    """Serves a request; returns the number of cached tokens.
 
-    The last generated token is never computed. Prefill chunks end at restore points of the cache.
+    With `stop_at` the request is cancelled after this many prompt tokens. The last generated token
+    is never computed. Prefill chunks end at restore points of the cache; `restore_at` requests a
+    restore point at this position.
     """
     row, cached = cache.begin(list(prompt), restore_at)
     assert row.cells == cells_of(prompt)[:cached] and row.offset == cached

@@ -65,7 +65,7 @@ def only(words: Sequence[str], *known: str) -> None:
 
 
 def placed(path: str) -> Path:
-    """Returns a path; an absolute path outside the page's root folder is put into this folder."""
+    """Returns a path; maps an absolute path outside the page's root folder into this folder."""
     root = os.environ[ROOT_VARIABLE]
     return Path(path) if not path.startswith("/") or path.startswith(root) else Path(root + path)
 
@@ -281,7 +281,10 @@ def service_variables(text: str, *, files: bool) -> dict[str, str]:
 
 
 def start(name: str, command: Sequence[str]) -> None:
-    """Starts a service, or restarts it, and waits until it answers, as for Type=notify."""
+    """Starts a service, or restarts it, and waits until it answers.
+
+    systemd waits in the same way for a service with Type=notify.
+    """
     placed("/run/mlxpool").mkdir(mode=0o700, parents=True, exist_ok=True)
     pid_file = placed(f"/run/{name}.pid")
     if pid_file.exists():

@@ -52,7 +52,7 @@ def _kept(
 ) -> Path:
     """Returns the cached file `name`, which `finish` makes from a member of each package.
 
-    `member` is a part of the member's name.
+    The member is the file whose name contains `member`.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kept = caches / "mlxpool-tests" / "models" / name

@@ -1,7 +1,7 @@
-"""Small random models that read images, and images for them: from seeds, in NumPy only.
+"""Small models that read images, and images for them.
 
-seeing_reference.py has stored the answers of an independent implementation in
-tests/worker/models/expected/.
+The weights are drawn from seeds with NumPy only. seeing_reference.py has stored the answers of an
+independent implementation in tests/worker/models/expected/.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class Weights(dict[str, np.ndarray]):
         self[f"{name}.weight"] = 1 + self._draw.standard_normal(size, dtype=np.float32) / 10
 
     def norm(self, name: str, size: int) -> None:
-        """Adds a layer norm."""
+        """Adds the weight and the bias of a layer norm."""
         self[f"{name}.weight"] = 1 + self._draw.standard_normal(size, dtype=np.float32) / 10
         self.add(f"{name}.bias", size, scale=0.1)
 
@@ -468,7 +468,7 @@ def add_tokens(path: Path, texts: Sequence[str], template: str) -> None:
 
 
 def parts_of(prompt: Sequence[str | int]) -> list[dict[str, Any]]:
-    """Returns a prompt as the parts of a message."""
+    """Returns the content parts of a message: texts, and images by the numbers of their blobs."""
     return [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "blob": part}
         for part in prompt

@@ -211,7 +211,7 @@ _together: Ranks | None = None
 def together(count: int) -> Iterator[Ranks]:
     """Collects the kernels that the block calls; at its end launches them on `count` GPUs together.
 
-    The results of a call have no numbers before the block's end; until then only kernels may use
+    The results of a call are not computed before the block's end; until then only kernels may use
     them.
     """
     global _together
@@ -410,8 +410,8 @@ def _code(text: KernelText, dtypes: Sequence[Any]) -> str:
 def _is_together(text: KernelText) -> bool:
     """Returns whether the thread blocks of a kernel wait for each other.
 
-    Raises RuntimeError if such blocks declare shared memory in the source: all simulated blocks
-    would then use the same memory. They must request it at the launch.
+    Such a kernel must request its shared memory at the launch. Raises RuntimeError if the source
+    declares shared memory, because all simulated thread blocks would then use the same memory.
     """
     source = _expanded(text.header + text.source, text.header)
     if TOGETHER not in source:

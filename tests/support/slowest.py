@@ -103,7 +103,7 @@ def machine_factor() -> float:
 
 
 def over_budget(files: Mapping[str, Spent], budget: Mapping[str, float], factor: float) -> str:
-    """Returns a table of the budget and the used processor seconds of each folder, and of all."""
+    """Returns a table of the budget and the used processor seconds, by folder and in total."""
     folders = by_folder(files, [folder_of(key) for key in budget])
     allowed = {folder_of(key): seconds * factor for key, seconds in budget.items()}
     lines = [f"{'budget':>9} {'processor':>9} {'tests':>6}  folder (this machine: {factor:.2f})"]

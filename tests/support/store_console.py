@@ -4,7 +4,7 @@
 
 A line of input is a command and its numbers; the answer is a line. `submit`, `progress`, `finish`,
 `release` and `read` are answered immediately: `offered`, or the refusal. `result` waits for the
-next result. `health` prints the state of the store, `sizes` the files of the folder.
+next result. `health` prints the state of the store, and `sizes` the names of its files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A job store in memory, for tests of the manager: the same operations without a disk.
 
-Operations wait in an inbox until `commit`. `crash` loses waiting operations, and results that were
-not taken. Committed operations stay.
+Operations wait in an inbox until `commit`. `crash` loses waiting operations, and results that the
+manager has not read. Committed operations stay.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class StoredJobs:
         return taken
 
     def crash(self) -> None:
-        """Loses waiting operations and results that were not taken; a new broker starts."""
+        """Loses waiting operations and results that were not read; a new broker starts."""
         self.inbox, self.results = [], []
         self._boot += 1
         self._store.begin(self._boot, self.now)
@@ -70,7 +70,7 @@ class StoredJobs:
         return self._store.transaction([operation], self.now)[0]
 
     def lines(self, batch: bytes) -> list[JobView]:
-        """Returns the jobs of a batch in the order of lines."""
+        """Returns the jobs of a batch in the order of the lines of its file."""
         return rows.select(self._store.database, "batch = ? ORDER BY line", batch)
 
     def job(self, key: str, owner: str = "uid:1", tenant: str = "") -> JobView:

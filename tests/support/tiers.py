@@ -1,7 +1,7 @@
 """The tests of `make test`, and the additional tests of `make test-all`.
 
 tests/tiers.toml has the table. `full`: files and functions that only `make test-all` runs. `first`:
-files, folders and functions, each with a number: `make test` runs so many cases of each function.
+files, folders and functions, each with the number of cases of a function that `make test` runs.
 `budget`: the processor seconds of `make test`. `make test` runs all other tests, too. A file on the
 command line is run completely.
 """
@@ -22,7 +22,10 @@ EVERYTHING = "TESTS_FULL"  # environment variable, set in all processes of a run
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The table. Paths are relative to tests/ and have `/`; a function is `FILE::FUNCTION`."""
+    """The table of tests/tiers.toml, which selects the tests of `make test`.
+
+    Paths are relative to tests/ and have `/`; a function is `FILE::FUNCTION`.
+    """
 
     full: Mapping[str, str]  # file or function that only `make test-all` runs -> the reason
     first: Mapping[str, int]  # file, folder or function -> cases of each function in `make test`

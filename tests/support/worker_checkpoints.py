@@ -94,7 +94,7 @@ CHAT_TEMPLATE = (
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """Returns BASE with these changes; None removes a key."""
+    """Returns the config.json BASE with these changes; None removes a key."""
     removed = {key for key in BASE if key in changes and changes[key] is None}
     return {key: value for key, value in {**BASE, **changes}.items() if key not in removed}
 
@@ -189,7 +189,7 @@ def refusal(model: Path | str) -> str:
 def refusal_of_worker(folder: Path) -> str:
     """Returns a worker's error for a folder.
 
-    Asserts that `check` reports it, and that it can be sent.
+    Asserts that `check` reports this error, and that a message can contain the error.
     """
     from mlxpool.worker.compute.model_source import open_source  # it needs MLX
     from mlxpool.worker.diagnose.check import check

@@ -49,7 +49,7 @@ class Cost(Struct, frozen=True):
     delays_ms: Sequence[float]
 
     def delay(self, percent: float) -> float:
-        """Returns this percentile of the tokens' delays between worker and client, in ms."""
+        """Returns a percentile of the tokens' delays between worker and client, in ms."""
         return percentile(self.delays_ms, percent)
 
 

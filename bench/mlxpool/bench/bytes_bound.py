@@ -55,7 +55,10 @@ def weight_bytes(stored: Mapping[str, int], routing: Routing, rows: int) -> floa
 
 
 def cache_bytes(caches: Sequence[CacheSpec], lengths: Sequence[int], width: int = WIDTH) -> int:
-    """Returns the cached bytes that a step reads for sequences of these lengths, in tokens."""
+    """Returns the cached bytes that a step reads for sequences of these lengths, in tokens.
+
+    `width`: the bytes of a number that is not quantised.
+    """
     total = 0
     for spec in caches:
         if isinstance(spec, RecurrentSpec):

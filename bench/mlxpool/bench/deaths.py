@@ -101,8 +101,9 @@ class Watched(Struct):
 class Outcome(Struct, frozen=True):
     """The outcome of a fault.
 
-    `waits`: the longest time, in seconds, that each stream waited for a token, if it lost its
-    worker or the broker.
+    `streams`: the number of all streams. `wrong`: a message for each stream that failed or got a
+    wrong text. `waits`: the longest wait for a token, in seconds, of each stream with the right
+    text that lost its worker or the broker.
     """
 
     kind: Kind
@@ -114,9 +115,10 @@ class Outcome(Struct, frozen=True):
     def of(
         cls, kind: Kind, streams: Sequence[Watched], texts: Sequence[str], fault: float
     ) -> Outcome:
-        """Returns the outcome for these streams; `texts`: their expected texts.
+        """Returns the outcome for these streams.
 
-        After the death of the broker, all streams count as interrupted.
+        `texts`: their expected texts. `fault`: the monotonic time of the fault. After the death of
+        the broker, all streams are considered interrupted.
         """
         pairs = zip(streams, texts, strict=True)
         bad = [stream for stream, text in pairs if stream.error or stream.text != text]
@@ -171,7 +173,10 @@ def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measure
 
 
 def lines(outcomes: Sequence[Outcome]) -> Iterator[Measurement]:
-    """Yields a measurement of the waits for each kind of fault that has interrupted a stream."""
+    """Yields a measurement for each kind of fault: the waits of the streams that it interrupted.
+
+    A kind that interrupted no stream has no measurement.
+    """
     for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
         these = [outcome for outcome in outcomes if outcome.kind == kind]
         waits = [1000 * wait for outcome in these for wait in outcome.waits]

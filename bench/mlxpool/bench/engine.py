@@ -146,7 +146,7 @@ def _tokens(options: argparse.Namespace) -> int:
 
 
 def lengths_of(streams: int, prompts: Sequence[int]) -> list[int]:
-    """Returns the prompt length of each stream."""
+    """Returns the prompt length of each stream; the streams get the lengths `prompts` in turn."""
     return list(islice(cycle(prompts), streams))
 
 
@@ -193,7 +193,7 @@ def _rate(work: Burst, steps: int, tokens: int) -> float:
 
 
 def _sampled(ours: OurEngine, options: argparse.Namespace, name: str, streams: int) -> Measurement:
-    """Measures our decode with these sampling options, compared with our greedy decode."""
+    """Measures our decode with the sampling options SAMPLINGS[name], and our greedy decode."""
     lengths = lengths_of(streams, options.prompt)
     sampled, greedy = (ours.decodes(lengths, extra)[OURS] for extra in (SAMPLINGS[name], GREEDY))
     bursts = {OURS: sampled, "greedy": greedy}
@@ -225,9 +225,10 @@ def _turn(ours: OurEngine, options: argparse.Namespace) -> Measurement:
 
 
 def _reading(line: Measurement, weight_bytes: int, bandwidth: tuple[float, ...]) -> Measurement:
-    """Measures how many GB/s of weights our engine reads while it decodes one stream.
+    """Computes how many GB/s of weights our engine reads while it decodes one stream.
 
-    The result is compared with `bandwidth`, the GB/s of a copy of an array.
+    `line`: the measured tokens/s of one stream. The result is compared with `bandwidth`, the GB/s
+    of a copy of an array.
     """
     read = tuple(rate * weight_bytes / 1e9 for rate in line.sides[OURS])
     sides = {OURS: read, "copy of an array": bandwidth}

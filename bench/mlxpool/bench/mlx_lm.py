@@ -1,6 +1,7 @@
 """mlx-lm, with which our engine is compared, called as its own server calls it.
 
-mlx-lm runs in this process with this process's BLAS, or in its own process, see `in_process`:
+MlxLm runs it in this process, with this process's BLAS. `in_process` runs it in its own process, by
+this command:
 
     python -m mlxpool.bench.mlx_lm FOLDER   # answers as step_server does
 """
@@ -41,7 +42,7 @@ def loaded(folder: Path, *, as_stored: bool = False) -> Any:
 
 
 class MlxLm:
-    """A model that mlx-lm runs in this process, see `loaded`."""
+    """A model from the function `loaded`, which mlx-lm runs in this process."""
 
     def __init__(self, folder: Path, *, as_stored: bool = False) -> None:
         self._model = loaded(folder, as_stored=as_stored)

@@ -137,7 +137,11 @@ class Score(Struct):
         return self.found / self.reusable
 
     def add(self, prompt: list[int], cached: int, computed: list[int], first: float) -> None:
-        """Adds a request; `computed`: those tokens of the answer that the model has read."""
+        """Adds a request, of whose prompt `cached` tokens were in the cache.
+
+        `computed`: those tokens of the answer that the model has read. `first`: seconds to the
+        first token.
+        """
         best = max((common(old, prompt) for old in self.seen), default=0)
         self.reusable += min(best, len(prompt) - 1)
         self.found += cached

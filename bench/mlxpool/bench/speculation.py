@@ -1,4 +1,4 @@
-"""Speculative decoding: how far do drafts raise tokens/s, and lower them if most drafts are wrong?
+"""Speculative decoding: do drafts raise the tokens/s, and lower them if most drafts are wrong?
 
 Batches of requests run on an engine in this process with drafts and without, in turn. Prefill is
 not measured, and all requests have the same number of tokens. With `--acceptance` each draft is
@@ -258,7 +258,11 @@ def _speculator(
 
 
 def _note(streams: str, on: Way, off: Way) -> str:
-    """Returns a note about all batches but the first: right drafts, tokens a step, equal ids."""
+    """Returns a text about the measured batches: all batches except the first, which warms up.
+
+    It has the fraction of right drafts, the tokens per step, and the number of streams that had the
+    same ids with drafts (`on`) and without (`off`). `streams`: the number of streams in words.
+    """
     pairs = zip(on.ids[1:], off.ids[1:], strict=True)
     same = [ids == other for pair in pairs for ids, other in zip(*pair, strict=True)]
     drafted = on.speculator.drafted if on.speculator else 0

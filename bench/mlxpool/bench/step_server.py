@@ -31,8 +31,8 @@ def serve(
 ) -> None:
     """Answers the jobs that arrive on standard input.
 
-    `begin` returns the functions that compute a step of a job; if there are several, the fastest
-    counts. `finish`: waits for work that steps have queued.
+    `begin` returns one or more functions, each of which computes a step of a job. The answer is the
+    time of the fastest function. `finish` waits for work that steps have queued.
     """
     name, ways = "", list[Step]()
     for line in sys.stdin:

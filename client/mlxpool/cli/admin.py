@@ -87,7 +87,7 @@ def _refused(path: str) -> bool:
 
 
 def lock_pid(run_dir: Path) -> int | None:
-    """Returns the pid in the lock file of a run directory; the process with it may have ended."""
+    """Returns the pid in the lock file of a run directory; this process may have ended."""
     try:
         return int((run_dir / "lock").read_text())
     except (OSError, ValueError):

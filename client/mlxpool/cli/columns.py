@@ -93,8 +93,9 @@ def _width(column: Column, cells: Sequence[str]) -> int:
 def _least(column: Column, cells: Sequence[str], whole: int, detailed: bool) -> int:
     """Returns the smallest width to which a column may be shortened.
 
-    `detailed`: a column of rank DETAIL or more is still shown. As long as such a column can be left
-    out instead, a text keeps at least GOOD_TEXT characters, later at least MIN_TEXT.
+    `whole`: the width without shortening. `detailed`: a column of rank DETAIL or more is still
+    shown. Then a text keeps at least GOOD_TEXT characters, because the table can leave out that
+    column instead. Without such a column a text keeps at least MIN_TEXT characters.
     """
     if column.shortens == "text":
         return min(whole, max(GOOD_TEXT if detailed else MIN_TEXT, len(column.name)))

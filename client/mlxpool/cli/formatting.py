@@ -62,7 +62,7 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Returns a time below 10 s in milliseconds, a longer time as by `duration`."""
+    """Returns a time below 10 s in milliseconds, a longer time in the form of `duration`."""
     return f"{1000 * seconds:.0f} ms" if seconds < 10 else duration(seconds)
 
 

@@ -1,9 +1,9 @@
 """Downloads a model of the hub into the Hugging Face cache, through huggingface_hub.
 
 huggingface_hub provides the progress bars, the token (HF_TOKEN, or the token of `hf auth login`)
-and the layout of the cache. If two processes download the same file, it makes one of them wait.
-After a broken connection it resumes the download. Complete files stay in the cache when a download
-fails.
+and the layout of the cache. If two processes download the same file, one of them waits. After a
+broken connection huggingface_hub resumes the download. Complete files stay in the cache when a
+download fails.
 """
 
 from __future__ import annotations

@@ -318,7 +318,8 @@ def _moment(at: float | None) -> str:
 def export(target: Target, file: str, state: str) -> int:
     """Writes all stored data of jobs into a file of JSON lines; "-" is standard output.
 
-    The file gets its name when it is complete. Its last line has the counts of the other lines.
+    The file gets its name when it is complete. Its last line has the number of jobs and the number
+    of lines before the last line.
     """
     with _output(file) as out:
         counts = {"jobs": 0, "lines": 1}

@@ -94,7 +94,10 @@ def _newest(own: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _step(own: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the activity of the newest of these workers, with the phase of its load."""
+    """Returns the load phase, in words, of the newest of these workers, or else its state.
+
+    Returns "none" without workers. `own`: rows of the answer of `ps`.
+    """
     if not own:
         return "none"
     newest = _newest(own)

@@ -161,7 +161,8 @@ class Parser(argparse.ArgumentParser):
 def _unknown_choice(argument: str, word: str, known: str) -> str:
     """Returns the error message for an unknown word.
 
-    All arguments are cut out of the message that argparse has made.
+    The arguments are pieces of argparse's message: an argument, the unknown `word`, and the known
+    words.
     """
     words = re.findall(r"[\w.-]+", known)
     kind = KINDS.get(argument)

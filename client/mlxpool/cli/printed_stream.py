@@ -103,9 +103,9 @@ def answer_as_json(result: Result) -> dict[str, Any]:
 def figures(result: Result, seconds: float, streamed: float) -> str:
     """Returns one line of figures about a finished completion; `seconds` is its total time.
 
-    `streamed` is the time since the first token, in seconds. It is used in place of the
-    worker's decode time if that is shorter: after a failover, a worker reports only the time of its
-    own tokens.
+    `streamed` is the time since the first token, in seconds. It replaces the worker's decode time
+    if the decode time is shorter: after a failover, a worker reports only the time of its own
+    tokens.
     """
     generated = result.usage.get("completion_tokens", 0)
     decode = max(streamed, result.timings_ms.get("decode", 0.0) / 1000)

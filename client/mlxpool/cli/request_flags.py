@@ -68,8 +68,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def take_prompt(options: argparse.Namespace, rest: list[str]) -> bool:
     """Takes the prompt from the arguments that argparse left over. Returns whether it was there.
 
-    In `run MODEL --chat PROMPT`, and in `submit`, argparse of Python 3.11 assumes after MODEL that
-    there is no prompt.
+    argparse of Python 3.11 leaves over PROMPT in `run MODEL --chat PROMPT`, and in `submit`: after
+    MODEL it assumes that there is no prompt.
     """
     missing = options.prompt is None and len(rest) == 1
     if not missing or (rest[0].startswith("-") and rest[0] != "-"):
@@ -88,9 +88,10 @@ def seconds(text: str) -> float:
 
 
 def format_of(text: str) -> dict[str, Any]:
-    """Returns the option `format`: for "json" any JSON, else the format or schema in a file.
+    """Returns the option `format`: any JSON if the text is "json".
 
-    Raises ArgumentTypeError if the file cannot be read or has no format.
+    Any other text is the path of a file with a format or a JSON schema. Raises ArgumentTypeError if
+    the file cannot be read or has no format.
     """
     if text == "json":
         return {"type": "json"}

@@ -89,7 +89,8 @@ class Target(Struct, frozen=True):
 def targets_of(options: argparse.Namespace, socket: str) -> list[Target]:
     """Returns a target for each repeated flag; without flags the target of `target_of`.
 
-    Raises BadRequest unless there is one server key for all endpoints, or one for each.
+    One server key is used for all endpoints. Raises BadRequest if there are several server keys,
+    and their number differs from the number of endpoints.
     """
     endpoints: list[str | None] = [*getattr(options, "endpoints", ())] or [None]
     server_keys: list[str | None] = [*getattr(options, "server_keys", ())] or [None]

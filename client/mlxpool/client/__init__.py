@@ -46,7 +46,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `aio` at its first use: to import asyncio takes as long as the rest of the client."""
+    """Imports `aio` at its first use, because it imports asyncio.
+
+    The import of asyncio takes as long as the import of all other modules of the client.
+    """
     if name in ("AsyncBatch", "AsyncChoicesStream", "AsyncClient", "AsyncStream"):
         from importlib import import_module
 

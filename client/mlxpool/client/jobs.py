@@ -200,14 +200,17 @@ def fetch(job: JobRef, start: int, gen: int | None, steps: bool = False) -> Fetc
 
 
 def about(kind: str, job: JobRef) -> Question[dict[str, Any]]:
-    """Returns a call about a job: `job`, `retry`, `release`, or `cancel`."""
+    """Returns a call about a job; `kind` is `job`, `retry`, `release`, or `cancel`."""
     return Question(
         os.urandom(ID_BYTES), AboutJob(kind, name_of(job)), lambda answer: dict(answer.body)
     )
 
 
 class SubmittedJob(Struct, frozen=True):
-    """A job with its submitted request: the body of its `submit`, its blobs, and the note."""
+    """A job with its submitted request. `row` is the map of the job.
+
+    `request` is the body of the job's `submit`, and `blobs` are the blobs of this message.
+    """
 
     row: Mapping[str, Any]
     request: Mapping[str, Any]
@@ -220,7 +223,7 @@ class SubmittedJob(Struct, frozen=True):
 
 
 def submitted(job: JobRef) -> Question[SubmittedJob]:
-    """Returns the call for a job and its submitted request."""
+    """Returns the call that reads a job together with its submitted request."""
     return Question(
         os.urandom(ID_BYTES),
         AboutJob(messages.REQUEST, name_of(job)),

@@ -113,7 +113,7 @@ def generate(
 ) -> GenerateDraft:
     """Returns a `generate`, with separate maps for sampling options and for the other keys.
 
-    Raises BadRequest unless exactly one of prompt, messages and tokens is given, and if a prompt or
+    Raises BadRequest if not exactly one of prompt, messages and tokens is given, or if a prompt or
     an image cannot be sent. The broker checks everything else.
     """
     sampling, others = divide_options(options)

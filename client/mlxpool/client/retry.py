@@ -66,13 +66,13 @@ def nth(seconds: tuple[float, ...], number: int) -> float:
 
 
 class SilenceTimer:
-    """The clock of a connection, and the time of the last frame.
+    """The clock of a connection (`now`, in seconds), and the time of the last frame.
 
     The clock stands still while the connection's thread is stopped.
     """
 
     def __init__(self, pace: Pace, wall: float) -> None:
-        """`wall` is the time of the monotonic clock, which goes on while this thread is stopped."""
+        """`wall`: the time of the monotonic clock, which continues while this thread is stopped."""
         self.pace = pace
         self.now = 0.0
         self.heard_at = -math.inf  # time of the last frame
@@ -101,7 +101,7 @@ class SilenceTimer:
 
     @property
     def silent(self) -> float:
-        """The seconds since the last frame or `reset`, by this clock."""
+        """The seconds since the last frame or `reset`, measured by the clock `now`."""
         return self.now - self._waiting_since
 
     @property
@@ -198,7 +198,10 @@ class StreamRetry(Struct, eq=False):
             self.unanswered, self.due, self.why = 0, math.inf, ""
 
     def _put_off(self, error: PoolError, now: float, left: float | None) -> bool:
-        """Returns whether an error only delays a stream that had started and can continue."""
+        """Schedules another attempt if an error only delays a stream that had started.
+
+        Returns False if the error ends the stream.
+        """
         known = self.state.attempt > 1 or (error.code == Draining.code and self.state.boot)
         if error.retry_after_ms is None or not known or not self.durable or self.cancelled:
             return False

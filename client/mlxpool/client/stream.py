@@ -3,8 +3,8 @@
 Pure: no I/O, no clock. The client may send a stream's request several times; `attempt` is the
 number of such a message.
 
-Invariants: a frame counts only if its attempt is the newest attempt. Token ids count only after the
-newest attempt was accepted, and only if their `pos` is the number of ids received so far.
+Invariants: frames of earlier attempts are ignored. Token ids are appended only after the newest
+attempt was accepted, and only if their `pos` is the number of ids received so far.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ Entries = tuple[Mapping[str, Any], ...]
 
 
 def _divided(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Entries, Entries]:
-    """Divides the entries of a message into those of prompt tokens and those of its own ids."""
+    """Divides entries into the entries of prompt tokens and the entries of the message's ids."""
     if not entries:
         return (), ()
     of_prompt = sum(PROMPT_KEY in entry for entry in entries)
@@ -195,10 +195,10 @@ class StreamState(Struct, eq=False):
         self.accepted, self.gap = False, ""
 
     def counts(self, attempt: int) -> bool:
-        """Returns whether a frame counts: the stream is live, and `attempt` is its newest attempt.
+        """Returns whether frames of an attempt change the state.
 
-        Attempt 0 counts as well: the broker sends it in errors about a message that it could not
-        read.
+        They do if the stream is live and `attempt` is its newest attempt, or 0: the broker sends
+        attempt 0 in errors about a message that it could not read.
         """
         return not self.over and attempt in (0, self.attempt)
 

@@ -239,8 +239,8 @@ def _has_items(value: Any) -> bool:
 def _batches(texts: Sequence[Any]) -> Iterator[list[Any]]:
     """Yields the texts or pairs of each call.
 
-    A call has at most MAX_INPUTS of them, with at most MAX_CALL_TEXT characters, or a single longer
-    one.
+    A call has at most MAX_INPUTS texts or pairs, with at most MAX_CALL_TEXT characters together. A
+    longer text or pair has a call of its own.
     """
     batch: list[Any] = []
     size = 0

@@ -50,7 +50,7 @@ class Admission(Struct, frozen=True):
 
 
 class Cluster(Protocol):
-    """The functions of Ray that a broker host needs: see ray_cluster.RayCluster."""
+    """An interface to Ray for a broker host. ray_cluster.RayCluster implements it."""
 
     def own_address(self) -> str:
         """Returns the address at which other machines reach this machine."""
@@ -265,7 +265,7 @@ class BrokerHost:
         log.info("worker started", extra={"id": record.id, "model": record.model, "gpus": gpus})
 
     def _end(self, id: str) -> threading.Thread:
-        """Starts to end a worker in a thread, and returns the thread."""
+        """Ends a worker in a new thread. Returns the thread without waiting for it."""
         record = self._table.by_id.get(id)
         self._ending[id] = record.model if record else ""
         thread = threading.Thread(target=self._end_worker, args=(id,), name=f"end {id}")

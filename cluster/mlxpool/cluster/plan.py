@@ -70,8 +70,8 @@ def changes(
 ) -> Changes:
     """Returns the workers to start and to end. `ending`: workers of each model that are ending.
 
-    Workers with old settings are replaced one after the other: a worker is ended while all other
-    workers of its model are on live nodes.
+    Workers with old settings are replaced one after the other. The next one is ended only while all
+    workers of its model are on live nodes and no worker of the model is ending.
     """
     start: list[str] = []
     end: list[str] = []

@@ -58,7 +58,7 @@ class PoolSpec(Struct, frozen=True):
 
 
 def read(path: Path, name: str, folder: str, front_port: int, back_port: int) -> PoolSpec:
-    """Reads the pool of a file. Raises ConfigError with all problems."""
+    """Reads the settings of a pool from a file. Raises ConfigError with all problems."""
     config = loading.load(path)
     text = path.read_text("utf-8")
     table = tomllib.loads(text)

@@ -48,7 +48,7 @@ def worker_name(pool: str, id: str) -> str:
 
 
 class RayCluster:
-    """The functions of Ray for a broker host; see broker_host.Cluster."""
+    """Lists the nodes of the Ray cluster, and starts, lists and ends worker hosts."""
 
     def own_address(self) -> str:
         return str(ray.util.get_node_ip_address())
@@ -99,7 +99,7 @@ class RayCluster:
 
 
 class PoolOfWorker:
-    """The functions of Ray for a worker host; see worker_host.Pool."""
+    """Sends a worker host's request for admission to the broker host, through Ray."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
@@ -114,7 +114,7 @@ class PoolOfWorker:
 
 
 class RayBrokerHost(BrokerHost):
-    """The class of the broker host's actor."""
+    """The broker host as a Ray actor."""
 
     def __init__(self, spec: PoolSpec, pool_id: str) -> None:
         set_up(json_lines=False, level=logging.INFO)
@@ -123,7 +123,7 @@ class RayBrokerHost(BrokerHost):
 
 
 class RayWorkerHost(WorkerHost):
-    """The class of a worker host's actor."""
+    """A worker host as a Ray actor."""
 
     def __init__(self, order: WorkerOrder) -> None:
         set_up(json_lines=False, level=logging.INFO)

@@ -1,8 +1,8 @@
 """Runs a command that ends with its starter: `python -m mlxpool.cluster.tied_process COMMAND…`.
 
-Ray can kill an actor by a signal that the actor cannot handle; its children would continue to run.
-So the starter holds the other end of this process's standard input: when the starter ends, the
-input ends, and this process ends the command.
+The starter is an actor, which Ray can kill by a signal that the actor cannot handle; its children
+would continue to run. So the standard input of this process is a pipe whose other end the starter
+holds: when the starter ends, the input ends, and this process ends the command.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ PROVEN_AFTER = 60.0  # seconds after which an end is no longer an early end
 
 
 class Pool(Protocol):
-    """The functions of the cluster that a worker host needs: see ray_cluster.PoolOfWorker."""
+    """An interface to the pool for a worker host. ray_cluster.PoolOfWorker implements it."""
 
     def admit(self, id: str, public: str) -> Admission | None:
         """Asks the broker host to admit this worker. Returns None if the worker is not wanted.

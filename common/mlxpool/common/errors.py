@@ -15,7 +15,7 @@
     │   ├── Gone                     gone
     │   ├── JobRestarted             job_restarted
     │   └── JobsOff                  jobs_off
-    └── PoolFault              the pool could not do it this time
+    └── PoolFault              the pool could not serve the request this time
         ├── QueueFull                queue_full            (retryable)
         ├── OverQuota                over_quota            (retryable)
         ├── DeadlineExceeded         deadline_exceeded
@@ -88,7 +88,7 @@ class ClientFault(PoolError):
 
 
 class PoolFault(PoolError):
-    """The pool could not do it this time; the request itself is valid."""
+    """The pool could not serve the request this time; the request itself is valid."""
 
 
 class BadRequest(ClientFault):

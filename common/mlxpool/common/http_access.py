@@ -28,21 +28,22 @@ OTHERS = 0o077  # bits of a file's mode for other users
 
 
 class ApiKey(Struct, frozen=True):
-    """A bearer key of the file. `name` is the name of its owner."""
+    """A bearer key of the file. `name` is its owner's name; an `operator` may read the metrics."""
 
     name: str
     operator: bool = False
 
 
 def digest(key: str) -> bytes:
-    """Returns the digest of a key. Only the digest is kept."""
+    """Returns the SHA-256 digest of a key, which is stored instead of the key."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def read_keys(file: Path) -> dict[bytes, ApiKey]:
     """Returns the keys of a file, by digest. A key without a name is named by digits of its digest.
 
-    Raises ValueError naming the file, and the faulty line or a mode that lets other users read it.
+    Raises ValueError naming the file if it cannot be read, if other users can read or write it, if
+    a line is faulty, or if no line has a key.
     """
     try:
         with open_regular(file) as opened:
@@ -96,13 +97,14 @@ def foreign_page(
     sites: Sequence[str],
     allowed: Collection[str] = (),
 ) -> str | None:
-    """Returns a text about the page of another origin that sent a request; else None.
+    """Returns a text that names the foreign web page that sent a request; None if none did.
 
-    Returns None for safe methods, for requests that no page sent, and for pages of the `allowed`
-    origins; "*" allows all origins. If a request has one of the headers twice, it counts as sent by
-    a foreign page. `host` is the header Host; `origins` and `sites` are all values of the headers
-    Origin and Sec-Fetch-Site. Only browsers send Origin, except old ones. Browsers send
-    Sec-Fetch-Site only to https and to the loopback interface.
+    A page is foreign if its origin is neither the server nor one of the `allowed` origins; "*"
+    allows all origins. `host` is the header Host; `origins` and `sites` are all values of the
+    headers Origin and Sec-Fetch-Site. A request in which one of these two headers occurs twice is
+    treated as a foreign page's request. For a safe `method`, such as GET, the result is None.
+    Programs other than browsers, and old browsers, do not send Origin. Browsers send Sec-Fetch-Site
+    only to https and to the loopback interface.
     """
     if method in SAFE_METHODS or "*" in allowed:
         return None

@@ -61,10 +61,11 @@ Rows = Iterable[tuple[tuple[str, ...], Value]]  # values of the labels, and the 
 
 
 class Family(Struct, Generic[Source], frozen=True):
-    """A metric family. `rows` returns its labels and values from a source, such as a snapshot.
+    """A metric family. `rows` makes the rows of the family from a source, such as a snapshot.
 
-    `last_label_values`: the values of the last label, if each row has a list with one number for
-    each of these values.
+    A row has the values of the labels and the value of the metric. With `last_label_values`, a row
+    has no value of the last label, and its metric value is a list of numbers. Each number then
+    belongs to the value in `last_label_values` with the same index.
     """
 
     name: str

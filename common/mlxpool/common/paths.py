@@ -38,7 +38,7 @@ def default_run_dir() -> Path:
 
 
 def default_prefix_dir() -> Path:
-    """Returns the folder of prefixes on disk."""
+    """Returns the folder in which workers store the KV caches of prompt prefixes."""
     return _cache_dir() / "prefixes"
 
 
@@ -55,7 +55,7 @@ def default_blas_dir() -> Path:
 def _cache_dir() -> Path:
     """Returns the folder of the user's caches of mlxpool.
 
-    $CACHE_DIRECTORY, which systemd sets, else $XDG_CACHE_HOME/mlxpool, else ~/.cache/mlxpool.
+    It is $CACHE_DIRECTORY, which systemd sets, else $XDG_CACHE_HOME/mlxpool, else ~/.cache/mlxpool.
     """
     named = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
     if named:

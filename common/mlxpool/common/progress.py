@@ -41,7 +41,7 @@ SIZE = mmap.PAGESIZE
 
 
 class ProgressReading(Struct, frozen=True):
-    """The values of a block at one reading; the fields are the words of `_WORDS`."""
+    """The values of a progress block at one reading; `_WORDS` explains the fields."""
 
     phase: str = "boot"
     since_ns: int = 0
@@ -59,7 +59,7 @@ class ProgressReading(Struct, frozen=True):
 
 
 class Block:
-    """A block that is mapped into memory. The broker calls `create`, the worker `open`."""
+    """A progress block, mapped into memory. The broker calls `create`, the worker `open`."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory

@@ -1,8 +1,8 @@
 """The allowed forms of URLs to which the broker posts notices of ended jobs (webhooks). Pure.
 
 A URL must have a form that every program reads alike. These are refused: a host in decimal or octal
-numbers, which resolvers take for another address than people do; a user before the host; and
-unusual characters.
+numbers, which resolvers and people read as different addresses; a user before the host; and unusual
+characters.
 """
 
 from __future__ import annotations

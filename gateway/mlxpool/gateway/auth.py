@@ -103,7 +103,7 @@ class ApiKeys:
         return Owner(sent, self._keys[sent].name, self._keys[sent].operator)
 
     def is_known(self, owner: Owner) -> bool:
-        """Whether the owner's key is in the file, under the same name."""
+        """Whether the file still has the owner's key, with the same name. True without a file."""
         if self._file is None:
             return True
         key = self._keys.get(owner.digest)
@@ -185,9 +185,10 @@ class AccessControl:
 
     @contextlib.contextmanager
     def admitted(self, request: Request) -> Iterator[Owner]:
-        """Returns the context in which an admitted request runs. Raises HttpError.
+        """Returns the context in which an admitted request runs.
 
-        Raises KeyRevoked in the context when `end_revoked` finds that the key was removed.
+        Raises HttpError if the request is not admitted. Raises KeyRevoked in the context when
+        `end_revoked` finds that the key was removed.
         """
         if not self._keys.required:
             self._check_host(request)

@@ -242,8 +242,8 @@ def _note_disconnect(response: ResponseWriter) -> None:
 def check_length(headers: Headers) -> None:
     """Raises an HttpError, which closes the connection, for a body with two lengths.
 
-    This check comes before all others, to prevent request smuggling: a proxy may take for the body
-    what this server takes for the next request.
+    This check comes before all others, to prevent request smuggling: a proxy may treat bytes as the
+    body of this request that the server treats as the next request.
     """
     if "transfer-encoding" in headers and "content-length" in headers:
         message = "Transfer-Encoding and Content-Length are both there; send one of them"

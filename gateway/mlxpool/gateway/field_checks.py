@@ -126,7 +126,10 @@ def _or_empty(schema: Schema) -> Schema:
 
 
 def _types(schema: Schema) -> set[str]:
-    """Returns the types of a schema that have an empty value; for an untyped schema all of them."""
+    """Returns the types of a schema that have an empty value.
+
+    For a schema without a type, returns all types that have an empty value.
+    """
     if "anyOf" in schema:
         return set().union(*map(_types, schema["anyOf"]))
     if "enum" in schema:

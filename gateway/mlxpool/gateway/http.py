@@ -60,7 +60,7 @@ class ResponseWriter:
         await self.data(data, JSON, status, headers)
 
     async def listing(self, value: Mapping[str, Any]) -> None:
-        """Sends a list in OpenAI's form. Encodes it in slices; serves other requests after each."""
+        """Sends a list in OpenAI's form. Serves other requests between two slices of the list."""
         rows: list[bytes] = []
         for start in range(0, len(value["data"]), LISTED_AT_ONCE):
             part = value["data"][start : start + LISTED_AT_ONCE]
@@ -83,7 +83,7 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": data})
 
     def identified(self, error: HttpError) -> HttpError:
-        """Gives an error the id of the request, if it has no id, and returns it.
+        """Sets the request's id in an error that has no id, and returns the error.
 
         Records the error's code.
         """
@@ -132,7 +132,8 @@ class ResponseWriter:
 def is_json_type(content_type: str, *, from_page: bool) -> bool:
     """Whether a body with this content type is read as JSON.
 
-    Only pages in a browser must name the type, see UNNAMED.
+    The type of a body from a web page must be a JSON type. Other clients may also send no type, or
+    one of the types in UNNAMED, such as text/plain.
     """
     kind = content_type.partition(";")[0].strip().lower()
     named = kind in (JSON, "text/json") or (
@@ -211,7 +212,7 @@ def _check_size(size: int, max_bytes: int) -> None:
 async def serve_others() -> None:
     """Lets other tasks of the event loop run for TURNS iterations.
 
-    A single iteration would not do, because a request needs several. Long work calls this function
+    A single iteration is not enough, because a request needs several. Long work calls this function
     between its slices. If there are no other tasks, it takes microseconds.
     """
     for _ in range(TURNS):

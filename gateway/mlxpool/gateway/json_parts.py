@@ -78,7 +78,10 @@ def decode_in_parts(text: str) -> Any:
 
 
 class _Reader:
-    """Reads JSON values. Methods get a position in the text, and return a value and its end."""
+    """Reads JSON values of a text.
+
+    Methods get the position of a value; they return the value and the position after it.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -111,7 +114,7 @@ class _Reader:
         return value, end
 
     def _small(self, place: int) -> tuple[Any, int] | None:
-        """Returns the value at `place` and its end, if it ends in the present part of the text.
+        """Returns the value at `place` and its end, if it ends within about PART characters.
 
         Returns None for a larger value, and for text that is not a value.
         """

@@ -115,7 +115,10 @@ class ModelList:
         return model if model.inspected else await self._inspected(model.name)
 
     async def _inspected(self, name: str) -> ModelInfo:
-        """Returns a model of the list, after it has waited for the inspection of the model."""
+        """Waits until the files of a model are inspected, and returns the model.
+
+        Raises UnknownModel if the model disappears, and ModelUnavailable if the wait is too long.
+        """
         end = time.monotonic() + self._inspection_wait
         while time.monotonic() < end:
             await asyncio.sleep(INSPECTION_PAUSE)
@@ -133,7 +136,10 @@ class ModelList:
         )
 
     async def described(self, name: str) -> ModelInfo:
-        """Reads a model with all values of its files now. Raises the errors of `get`."""
+        """Returns a model with `about`, the data from its files, which the list lacks.
+
+        Reads the model from the pool now. Raises the errors of `get`.
+        """
         model = await self.get(name)
         return ModelInfo.from_row(await self._client.describe(model.name))
 

@@ -97,7 +97,7 @@ class Pool:
 
 
 class Pools:
-    """All pools of a gateway as one: the models of each, by name."""
+    """All pools of a gateway: lists their models, and chooses a pool for each request."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         """`pools`: at least one. The first pool gets requests for which no pool was chosen."""
@@ -166,9 +166,11 @@ class Pools:
         return await (await self._choose(name)).models.described(name)
 
     async def _choose(self, name: str, *, keeps: bool = False, key: str = "") -> Pool:
-        """Returns the pool where requests for a model wait least.
+        """Returns the pool with the lowest load for a model; with a `key`, the key's pool.
 
-        Raises UnknownModel if no answering pool has the model.
+        `keeps`: only pools with a store of jobs are allowed. Raises UnknownModel if no answering
+        pool has the model, and JobsOff if only pools without a store have it. A single pool is
+        returned without these checks.
         """
         if len(self.pools) == 1:
             return self.pools[0]
@@ -191,8 +193,8 @@ class Pools:
     async def keepers(self) -> list[Pool]:
         """Returns the pools that answer and have a store of jobs, in the order of the settings.
 
-        A single pool is always returned. Raises JobsOff if no pool has a store, and BrokerLost if
-        no pool that may have a store answers.
+        A single pool is always returned. Raises JobsOff if no pool has a store. Raises BrokerLost
+        if no pool with a store answers, but a silent pool may have one.
         """
         if len(self.pools) == 1:
             return self.pools

@@ -212,7 +212,7 @@ def settings_of(config: GatewayConfig) -> Settings:
 
 
 def run_supervised(config: GatewayConfig) -> int:
-    """Serves until the broker stops this process, or ends. Returns the exit code.
+    """Serves until the broker stops this process or the broker ends. Returns the exit code.
 
     Unusable settings or keys are logged, and the code is UNUSABLE.
     """

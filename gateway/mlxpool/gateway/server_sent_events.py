@@ -20,7 +20,10 @@ def sse(value: Mapping[str, Any], event: str = "", id: str = "") -> bytes:
 
 
 def large_sse(value: Mapping[str, Any], event: str, id: str) -> bytes:
-    """Encodes the same event as `sse` outside the loop's thread, see json_parts."""
+    """Encodes the same event as `sse`, in parts, so that other threads run in between.
+
+    Callers run it outside the event loop's thread.
+    """
     return _sse(encode_in_parts(value, COMPACT), event, id)
 
 

@@ -21,7 +21,8 @@ class Broker(Struct, frozen=True):
 class Settings(Struct, frozen=True):
     """The settings of the gateway.
 
-    Raises ValueError for a value out of bounds, and for an open host without keys.
+    Raises ValueError for a value out of bounds. Raises it also if there are no keys, and `host` is
+    not a loopback address.
     """
 
     run_dir: Path | None = None  # run folder of the broker

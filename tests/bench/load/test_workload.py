@@ -1,4 +1,4 @@
-"""The random requests of a load test: lengths, ids and times of arrival."""
+"""The random requests of a load test: their lengths, token ids and times of arrival."""
 
 from __future__ import annotations
 

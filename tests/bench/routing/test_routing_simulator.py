@@ -1,4 +1,4 @@
-"""The simulator of routing policies, on small loads."""
+"""The simulator of routing policies, with few simulated requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Answers about models wait a bounded time for a scan; the core gets the scan's results first."""
+"""Answers about models wait a bounded time for a scan.
+
+The core gets the results of the scan before the answers are sent.
+"""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_each_model_is_inspected_once_until_its_files_change(start: Start, tmp_p
 def test_a_reference_is_inspected_again_when_it_can_be_found(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The report on a missing model names the searched places; a model found later is inspected."""
+    """A missing model is inspected again once a file exists at one of its searched paths."""
     places = [str(tmp_path / folder / "manifest") for folder in "ab"]
     deed = f"print(json.dumps({{'problems': ['gone'], 'places': {places}}}), flush=True); continue"
     scanner, reports = start({"one": "store:one"}, program(deed))

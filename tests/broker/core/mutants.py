@@ -357,9 +357,9 @@ def pytest_of(paths: Sequence[str], environment: dict[str, str]) -> str:
 
 
 def caught_by(mutant: Mutant) -> dict[str, str]:
-    """Returns, for each layer of tests, "" if it does not detect the fault.
+    """Returns a map from each layer of tests to its result; "" if it does not detect the fault.
 
-    For the stories the value is the name of the failed test, otherwise "yes".
+    The result of the layer "stories" is the name of the failed test; other layers have "yes".
     """
     with sown(mutant) as environment:
         properties, _ = run([__file__, "--properties"], environment)

@@ -348,7 +348,7 @@ class World:
             self.after(CONFIG.stop_grace if stuck else 0.05, self.die, worker, "stopped", False)
 
     def die(self, worker: Worker, cause: str, own: bool) -> None:
-        """Ends a worker. The broker gets its frames in transit before it learns of the exit."""
+        """Ends a worker. Its frames in transit reach the broker before the event of its exit."""
         if not worker.alive:
             return
         worker.alive = False

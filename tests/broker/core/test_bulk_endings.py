@@ -316,7 +316,7 @@ def test_a_stream_of_other_weights_ends_though_its_worker_was_suspect_in_between
 def test_waiting_streams_are_compared_once_with_the_workers_of_a_model(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Further reports of a worker do not compare the waiting streams with it again."""
+    """Each waiting stream is compared with a worker once, even if the worker reports many times."""
     worker = story.ready_worker(sequences=0, digest="new")
     compared: list[bytes] = []
     fits = placement.fits_facts

@@ -138,7 +138,7 @@ def report(worker: FakeWorker, request: bytes, begin: int, end: int, **parts: An
 
 
 def told(story: Story) -> list[int]:
-    """Returns the positions of the prompt tokens in the deltas that the last call sent."""
+    """Returns the positions of the prompt tokens in the deltas that the last event caused."""
     frames = story.to_client("delta")
     return [entry["prompt"] for frame in frames for entry in body_of(frame).get("logprobs", ())]
 

@@ -27,7 +27,7 @@ from support.core_harness import (
 
 
 def test_a_silent_links_streams_are_cancelled_after_the_grace(story: Story) -> None:
-    """The silent client gets no end: if it was only frozen, it sends its streams again."""
+    """The silent client gets no terminal: if it was only frozen, it sends its streams again."""
     worker, streaming = story.running(sequences=1)
     worker.tokens(streaming)
     queued = story.generate()

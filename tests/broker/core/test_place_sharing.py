@@ -259,7 +259,7 @@ def test_a_kept_place_is_free_for_others_when_its_time_is_over() -> None:
 
 
 def test_frames_of_a_run_that_gave_up_its_place_end_nothing() -> None:
-    """Late frames of a preempted run have no effect.
+    """Frames that a preempted run sends after its preemption have no effect.
 
     The run may have ended in its worker before the cancel arrived.
     """

@@ -37,7 +37,7 @@ phases = st.sampled_from(["idle", "load", "prefill", "decode", "blocked"])
 
 
 class PlacedStory(Story):
-    """A Story whose workers hold GPUs as a supervisor gives them, until they exit or fail to start.
+    """A Story with GPUs: each worker has a GPU from its start until it exits or fails to start.
 
     GpuPlaces raises if the core starts the worker of a slot whose process has not ended.
     """

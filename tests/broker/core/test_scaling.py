@@ -1,4 +1,4 @@
-"""A model whose number of workers follows its load: start, drain and report of workers."""
+"""A model whose number of workers follows the demand: start, drain and report of workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def busy_story() -> tuple[Story, FakeWorker]:
 
 
 def hear_for(story: Story, seconds: int) -> None:
-    """Lets time pass while the client sends signs of life."""
+    """Lets time pass while the client sends a message each second."""
     for _ in range(seconds):
         story.hear()
         story.later(1.0)

@@ -7,12 +7,12 @@
     worker m/0: stands still for 11 s | comes on a new connection
     worker m/0: dies by itself in prefill of a | dies killed by SIGKILL
     operator: drain m/0 grace=5 | drain m | drain the pool | restart m/0 | unload m
-    time +3 s                              all links and workers are heard during that time
+    time +3 s                              clients that are not silent send messages meanwhile
     broker: restarts                       another core, without any state
     expect client 1: accepted a            a new message; key=value of header or body
     expect client 1: nothing
     expect worker m/0: work a have=2 | cancel a | drain | stop | start | nothing
-    expect a: ids 0..4 | queued | done     a state that holds, since any time
+    expect a: ids 0..4 | queued | done     the present state of stream a
     expect idle                            no requests, links or runs are left
 
 A worker's token at position i is i, its text <i>. Text after # is for the reader.

@@ -58,7 +58,7 @@ class FakeProcess:
 
 
 class Supervised:
-    """A supervised gateway with a fake process. It also replaces the event loop."""
+    """A supervised gateway with a fake process. This object also replaces the event loop."""
 
     def __init__(self) -> None:
         self.process = FakeProcess()

@@ -1,4 +1,4 @@
-"""The order of work and the waits in a pass of the loop, and the reports of a late pass."""
+"""The order of work and the waits in a pass of the loop, and the reports of delayed passes."""
 
 from __future__ import annotations
 

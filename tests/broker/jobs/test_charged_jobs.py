@@ -1,4 +1,4 @@
-"""A job that may have crashed a worker runs alone, but does not delay streams."""
+"""A job that may have crashed a worker runs alone in its worker, but does not delay streams."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def busy(story: JobStory, worker: FakeWorker, seconds: float) -> None:
 
 
 def test_a_charged_job_runs_alone_in_the_next_broker_as_well() -> None:
-    """The suspected job runs alone: if a worker ends again, no other job is blamed."""
+    """The suspected job is alone in its worker: if that worker ends, no other job is blamed."""
     story, job = charged_in_the_next_broker()
     for key in ("b", "c"):
         story.submit(key)
@@ -139,7 +139,7 @@ def test_a_charged_job_of_a_high_priority_waits_for_no_stream_of_a_lower_one() -
 
 @pytest.mark.parametrize(("priority", "ids"), [(0, CHARGED_IDS), (-1, IDLE_IDS)])
 def test_a_charged_job_gives_way_though_its_worker_has_places(priority: int, ids: int) -> None:
-    """The job is preempted for waiting requests, because its worker takes no others beside it."""
+    """The job is preempted for waiting requests, because its worker runs nothing beside the job."""
     story, job, worker = running_alone(priority)
     tokens(story, worker, job, 3)
     stream = story.generate()

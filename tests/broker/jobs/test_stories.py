@@ -598,7 +598,7 @@ def test_a_model_that_always_has_other_jobs_does_not_hold_up_one_that_has_to_run
 def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others() -> None:
     """Jobs that must run alone, and have waited SUSPECT_WAIT, take turns with the other jobs.
 
-    Otherwise the many suspects of a restarted broker would wait too long.
+    Otherwise the many suspected jobs of a restarted broker would wait too long.
     """
     keys = [f"bad {number}" for number in range(3)]
     story = blamed_story(*keys)
@@ -624,7 +624,7 @@ def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others(
 
 
 def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> None:
-    """Suspects of all priorities share one turn, which alternates with a turn of other jobs."""
+    """Suspected jobs alternate with other jobs, whatever the priorities of the suspected jobs."""
     keys = [f"bad {number}" for number in range(8)]
     story = JobStory()
     for number, key in enumerate(keys):
@@ -681,10 +681,10 @@ def test_an_innocent_job_of_another_model_is_not_dead_with_the_one_that_ends_the
 
 
 def test_a_suspect_for_which_there_is_no_place_does_not_hold_up_urgent_jobs_for_ever() -> None:
-    """Streams of higher priority use all sequences, so that the first suspect gets none.
+    """A suspected job gets no place, because streams of higher priority use all places.
 
-    Meanwhile urgent jobs and jobs of another model run. A second suspect, of another model, waits
-    until the first one has run.
+    Meanwhile an urgent job and a job of another model run. A second suspected job, of the other
+    model, waits until the first suspected job has run.
     """
     story = JobStory()
     story.submit("bad")
@@ -728,7 +728,7 @@ def test_a_suspect_waits_until_jobs_of_other_models_have_ids_but_not_for_ever() 
 
 
 def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
-    """While a suspected job runs alone, streams start, but other jobs wait: they may be blamed."""
+    """While a suspected job runs alone, streams start; other jobs wait, so that none is blamed."""
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     story.pass_time(0.3)
@@ -743,9 +743,9 @@ def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
 
 
 def test_a_job_that_waits_for_a_place_alone_does_not_hold_up_streams() -> None:
-    """A suspected job waits for a sequence while streams use all of them.
+    """A suspected job waits for a place while streams use all places.
 
-    After SUSPECT_WAIT it waits in the same queue as the streams, so it gets a sequence in its turn.
+    After SUSPECT_WAIT it waits in the same queue as the streams, so it gets a place in its turn.
     """
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
@@ -760,9 +760,10 @@ def test_a_job_that_waits_for_a_place_alone_does_not_hold_up_streams() -> None:
 
 
 def test_other_jobs_go_on_once_an_id_of_the_one_that_had_to_run_alone_is_on_the_disk() -> None:
-    """A stored token id proves that the job does not crash the broker.
+    """A stored token id proves that the suspected job does not crash the broker.
 
-    Other jobs need not wait for its end, which may take hours.
+    Then the other jobs start. They do not wait for the end of the suspected job, which may take
+    hours.
     """
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
@@ -818,7 +819,7 @@ def test_a_job_that_has_to_run_alone_is_run_again_when_it_was_put_back() -> None
 
 
 def test_a_job_that_has_to_run_alone_and_has_waited_is_given_to_the_core() -> None:
-    """After SUSPECT_WAIT the core gets the job, although streams use all sequences."""
+    """After SUSPECT_WAIT the core gets the suspected job, although streams use all places."""
     story = blamed_story()
     streams = [story.generate() for _ in range(2)]
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
@@ -1005,7 +1006,7 @@ def test_idle_jobs_run_when_nothing_waits_and_give_way_to_others() -> None:
 
 
 def test_output_of_an_idle_job_that_has_given_way_costs_no_other_job_an_id() -> None:
-    """Late output of a preempted run comes in one event with output of another job.
+    """Output that a run sends after its preemption comes in one event with output of another job.
 
     The other job still gets all its ids.
     """

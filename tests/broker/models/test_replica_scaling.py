@@ -1,4 +1,4 @@
-"""The number of workers of a model: pure functions of load and time."""
+"""The number of workers of a model: pure functions of its requests and the time."""
 
 from __future__ import annotations
 

@@ -156,9 +156,9 @@ def test_lines_that_a_gateway_wrote_stay_as_long_as_the_results(store: OpenedSto
 def test_lines_that_a_gateway_wrote_go_with_the_results(
     store: OpenedStore, forget: float | None
 ) -> None:
-    """A gateway's file of lines is deleted with the results, even before its keep time ends.
+    """The file of lines that a gateway wrote for a batch is deleted with the batch's results.
 
-    After that its size no longer counts in its owner's quota.
+    It is deleted even before its keep time ends, and no longer counts in its owner's quota.
     """
     new_batch(store)
     store.store.database.change("UPDATE file SET forget = ?, purpose = ?", forget, LINES_PURPOSE)

@@ -238,7 +238,10 @@ def test_an_error_of_ours_leaves_nothing_without_an_answer(
 
 
 def killed_workload(folder: Path, lines: int, seed: int) -> dict[int, int]:
-    """Kills the program after `lines` acknowledgements. Returns the durable ids of each job."""
+    """Runs support.store_workload, and kills it after `lines` acknowledgements.
+
+    Returns the number of acknowledged token ids of each job.
+    """
     command = [sys.executable, "-m", "support.store_workload", str(folder), "--print"]
     program = subprocess.Popen(
         [*command, "--jobs", "20000", "--seed", str(seed)],  # it cannot end before its kill

@@ -1,4 +1,4 @@
-"""Backlogs of slow peers: when sending is retried, and how much memory a backlog counts as."""
+"""Backlogs of slow peers: the times of send retries, and the memory counted for a backlog."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_blobs_of_open_calls_are_explained_memory(story: Story) -> None:
 def test_memory_that_is_freed_late_is_given_back(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection's memory may be freed after the check; later checks give it back."""
+    """A connection's memory may be freed after a check; later checks return it to the system."""
     trims, used, now = [], [2 * MAX_UNEXPLAINED], 100.0
     monkeypatch.setattr(host, "trim_heap", lambda: trims.append(now))
     monkeypatch.setattr(host, "resident_bytes", lambda pid: used[0])

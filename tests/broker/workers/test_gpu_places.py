@@ -93,7 +93,7 @@ def test_those_with_the_fewest_workers_are_chosen(count: int) -> None:
 
 
 class Places(RuleBasedStateMachine):
-    """Workers of several models start and end in any order, with and without gpu_ids."""
+    """A state machine that starts and ends workers of several models, with and without gpu_ids."""
 
     slots = st.builds(lambda model, n: f"{model}/{n}", st.sampled_from("abg"), st.integers(0, 3))
     allowed = st.sampled_from([FOUR, ("2", "1"), ("3",), ("1", "0", "3"), ()])

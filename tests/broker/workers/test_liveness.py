@@ -101,7 +101,10 @@ def test_time_on_the_run_queue_does_not_count() -> None:
 
 
 def test_a_wait_counts_when_it_is_over_for_the_time_it_took() -> None:
-    """The kernel counts a wait for the CPU only when it ends; then none of it counts as a hang."""
+    """The kernel counts a wait for the CPU only when the wait ends.
+
+    From then on the wait is not part of the time without progress.
+    """
     look = ProgressReading("boot")
     waited = [(100.0 + n, Sample(look, compute_wait_ns=(n // 10) * 10 * SECOND)) for n in range(41)]
     assert watched(waited).still == 0.0
@@ -232,7 +235,10 @@ def test_the_memory_of_a_group_is_that_of_all_its_ranks() -> None:
 
 
 def test_the_worse_of_two_ages_is_the_verdict() -> None:
-    """Of 9 s without progress (limit 5 s) and without heartbeats (10 s) the first decides."""
+    """The signal with the largest ratio of age to limit decides.
+
+    Here 9 s passed without progress (limit 5 s), and without heartbeats (limit 10 s).
+    """
     looks = [(100.0 + n, Sample(ProgressReading("decode", count=1))) for n in range(10)]
     verdict = judge(watched(looks, beats=False), CONFIG, welcomed=True)
     assert verdict.cause.startswith("hung in decode")

@@ -43,7 +43,7 @@ def snapshot(
 
 
 def test_rates_use_the_brokers_time() -> None:
-    """Rates use the three seconds of the broker's clock, not the time of the reader."""
+    """Rates use the broker's clock, by which the snapshots cover 4 s, not the reader's clock."""
     history = [
         snapshot(at, [worker(tokens=tokens)], [model()])
         for at, tokens in ((1.0, 0), (2.0, 900), (3.5, 1000), (5.0, 1300))

@@ -296,7 +296,7 @@ def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
 def test_a_batch_without_a_place_for_prompts_is_refused_before_a_worker_loads(file: Path) -> None:
     """The settings are refused when they are read.
 
-    A refusal at the load of a worker would come after a reload has ended running workers.
+    Otherwise a reload would end running workers, and the new workers could not load the model.
     """
     model = '[models.a]\npath = "builtin:demo"\n'
     for settings in ("batch = 8", "batch = 12\nsequences = 12"):

@@ -106,7 +106,7 @@ def test_variables_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_variable_of_the_code_is_known() -> None:
-    """The list of variables has each one that the code reads; others are reported as unread."""
+    """The list has every variable that the code reads; other variables are reported as unread."""
     root = Path(__file__).parents[3]
     read = {
         name

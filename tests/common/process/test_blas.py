@@ -1,4 +1,4 @@
-"""The places where OpenBLAS is looked for, and the variable that makes a worker load it."""
+"""The folders that are searched for OpenBLAS, and the variable that makes a worker load it."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ CHILDREN = {
 
 
 def programs() -> Iterator[Path]:
-    """Returns the programs in this tree that compute, or that start processes that compute."""
+    """Yields the files of programs in this tree that use MLX or start processes that use MLX."""
     for package in ("bench", "broker", "cluster", "gateway", "worker"):
         for file in sorted((ROOT / package).rglob("*.py")):
             text = file.read_text("utf-8")

@@ -34,7 +34,7 @@ def parsed(line: Any, **defaults: Any) -> Line:
 
 
 def error(line: Any, **defaults: Any) -> BadLine:
-    """Returns the error of a bad line; a line of bytes is taken as it is."""
+    """Returns the error of a bad line. `line`: bytes, or a value that is written as JSON."""
     data = line if isinstance(line, bytes) else json.dumps(line).encode()
     with pytest.raises(BadLine) as caught:
         parse_line(data, {"model": "m", **defaults})

@@ -1,4 +1,7 @@
-"""Key files: only their owner can read them, no file is overwritten, open files are refused."""
+"""Key files: only their owner can read them; no file is overwritten.
+
+A file that other users can read is refused.
+"""
 
 from __future__ import annotations
 

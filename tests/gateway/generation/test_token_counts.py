@@ -1,4 +1,4 @@
-"""The number of tokens in an answer's thoughts, counted by the texts of its tokens."""
+"""The number of tokens in an answer's thoughts, computed from the texts of the tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drain of a gateway: running requests go on for a time, new requests are refused."""
+"""The drain of a gateway: it refuses new requests; running requests have a time limit."""
 
 from __future__ import annotations
 

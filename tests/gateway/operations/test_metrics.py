@@ -16,7 +16,7 @@ CHAT = "/v1/chat/completions"
 
 
 def values(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Returns values by name and labels."""
+    """Returns the value of each sample of the metrics, by the sample's name and labels."""
 
     def rows() -> Iterator[tuple[tuple[str, frozenset[tuple[str, str]]], float]]:
         data, content_type = metrics.text("text/plain")

@@ -44,7 +44,7 @@ def rows_of(layout: str, tokens: int) -> list[Any]:
 
 
 def peak_of(layout: str, rows: list[Any], spans: list[RowSpan]) -> int:
-    """Returns the peak bytes of attention in all layers, without the rows."""
+    """Returns the peak bytes of attention in all layers, without the memory of the rows."""
     count = sum(span.count for span in spans)
     x = mx.random.normal((count, 2 * PAIRS, SIZE))
     mx.eval(x)

@@ -28,7 +28,7 @@ FLOAT = 4  # bytes
 
 
 class Bent(LatentAttentionProjections, frozen=True):
-    """Latent projections whose way to read latents is fixed, whatever the number of tokens.
+    """Latent projections that read latents by one method, whatever the number of tokens.
 
     `way`: True decompresses the latents into keys and values, False attends to the latents
     themselves.
@@ -71,7 +71,10 @@ def new_tokens(count: int) -> tuple[mx.array, mx.array]:
 
 
 def attend(length: int, count: int, way: bool) -> mx.array:
-    """Returns the attention of `count` new tokens after `length` cached ones; `way`: see Bent."""
+    """Returns the attention of `count` new tokens after `length` cached ones.
+
+    If `way` is True, the latents are decompressed into keys and values.
+    """
     q, line = new_tokens(count)
     step = RowBatch([RowSpan(row_of(length), count)], None)
     return step.attend_latent(0, q, line, SCALE, heads(way))

@@ -237,9 +237,9 @@ def test_a_row_that_is_kept_for_the_next_prompt_keeps_its_newest_states_alone(
 def test_a_row_without_drafts_keeps_no_states_behind_those_of_others(
     predicting: LoadedModel, kernel: list[int]
 ) -> None:
-    """The rows hold no more states than if each had checked the most drafts in its last two steps.
+    """The rows hold at most 2 * (1 + d) states per row: the states of two steps.
 
-    Three rows check drafts while one row only decodes.
+    d is the most drafts of a step. Three rows check drafts while one row only decodes.
     """
     options = Options.parse({"temperature": 0.0, "ignore_eos": True})
     rows = [Sequence(bytes([n] * 16), 1, prompt_of(9, n), options, n, 24) for n in range(4)]

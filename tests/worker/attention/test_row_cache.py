@@ -33,7 +33,7 @@ def row_of(*caches: CacheSpec, capacity: int = 4000) -> RowCache:
 
 
 def lines(start: int, count: int, heads: int, size: int) -> Any:
-    """Returns an array [1, heads, count, size]; each number is the number of its token."""
+    """Returns an array [1, heads, count, size]; each element is the number of its token."""
     tokens = mx.arange(start, start + count).astype(mx.float32)
     return mx.broadcast_to(tokens[None, None, :, None], (1, heads, count, size))
 

@@ -113,7 +113,7 @@ class KindsRow:
         self.layers[kind.layer] = grown
 
     def content(self, kind: CacheKind) -> list[int]:
-        """Returns the tokens that the next token sees in a layer."""
+        """Returns the tokens that the next token attends to in a layer."""
         if self.offset == 0:
             return []
         if isinstance(kind, StateCache):
@@ -182,7 +182,8 @@ def test_a_restored_prefix_equals_a_computed_one(
 def test_a_snapshot_is_restored_at_its_own_length_only() -> None:
     """A snapshot of 10 tokens is found if at most 15 tokens may be reused, but not if at most 5.
 
-    Covers the reference cases of restores at 5 and 15 tokens, and after a wrap.
+    Covers three cases of the reference test suite: restores at 5 tokens, at 15 tokens, and after a
+    wrap.
     """
     for kind in (StateCache(0), WindowCache(0, 4)):
         cache = cache_of((kind,))
@@ -194,7 +195,7 @@ def test_a_snapshot_is_restored_at_its_own_length_only() -> None:
 def test_only_layers_that_need_snapshots_have_them() -> None:
     """Only a layer with a window or a state stores a snapshot.
 
-    Covers the reference cases HasAllSnapshots and MergeSkipsStatelessLayers.
+    Covers the cases HasAllSnapshots and MergeSkipsStatelessLayers of the reference test suite.
     """
     kinds = COMPANIES["full+window"]
     cache = cache_of(kinds)
@@ -249,7 +250,7 @@ def same_rows(one: RowCache, other: RowCache) -> bool:
 def test_snapshot_free_restore_then_split_and_merge(cut: int) -> None:
     """A prefix that was split and then merged again at `cut` gives the same bits to a new row.
 
-    Covers the reference case 'KV snapshot, free, restore; split then merge'.
+    Covers the case 'KV snapshot, free, restore; split then merge' of the reference test suite.
     """
     cache = TreeCache(row_store(), ROOMY)
     prompt, whole = [*range(512)], RowCache(SHAPE)
@@ -302,7 +303,7 @@ def test_a_row_from_the_cache_is_allocated_for_its_whole_prompt() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_a_kept_prefix_keeps_no_row_in_memory(kv_heads: int) -> None:
-    """Slices of a row are copied: 64 tokens of a row of 4,096 cost about 64 tokens."""
+    """Slices of a row are copied: 64 tokens of a row of 4,096 take the memory of 64 tokens."""
     shape = RowShape((KeyValueSpec(kv_heads, 64, 64),) * 2, mx.float32, 4096)
     cache = TreeCache(row_store(shape), ROOMY)
     prompt = [*range(4000)]
@@ -321,7 +322,7 @@ def test_a_kept_prefix_keeps_no_row_in_memory(kv_heads: int) -> None:
 def test_stored_bytes_are_those_of_unique_tokens() -> None:
     """MLX allocates at most 5 % more than the unique tokens' bytes.
 
-    On CUDA MLX counts a small array as the next power of two.
+    On CUDA MLX rounds the size of a small array up to a power of two.
     """
     shape = RowShape((KeyValueSpec(2, 64, 64),) * 2, mx.float32, 4096)
     cache = TreeCache(row_store(shape), ROOMY)

@@ -1,6 +1,7 @@
-"""Compares passes over any mixture of spans with passes over one span each, in every layout.
+"""Compares passes over several KV rows together with passes over one row each.
 
-The logits agree. With `deterministic` they have the same bits.
+The rows of a pass read any mixture of single tokens and chunks. In every memory layout the logits
+agree. With `deterministic` they have the same bits.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def test_a_deterministic_mixed_pass_gives_the_same_bits(
 
 
 class Attention:
-    """A model of attention only, with random queries, keys and values: [E, heads * D]."""
+    """A model of attention only, with random queries, keys and values: logits [E, heads * D]."""
 
     def __init__(self, layers: int, heads: int, size: int) -> None:
         self.layers, self.heads, self.size = layers, heads, size

@@ -285,9 +285,10 @@ def test_passes_with_prompts_were_compiled_at_load(
 def test_passes_that_check_drafts_were_compiled_at_load(
     ragged: Any, depths: list[int], unread: int, one_kernel: bool
 ) -> None:
-    """Passes have any number of rows, with or without prompts, and at most the expected drafts.
+    """Passes have any number of rows, with or without prompts, and at most 48 drafts in total.
 
-    If one kernel computes passes that only check drafts, these passes are compiled separately.
+    48 is the expected number of drafts. If one kernel computes passes that only check drafts, these
+    passes are compiled separately.
     """
     layout, *_ = ragged
     drafts, runner = 48, layout.ragged

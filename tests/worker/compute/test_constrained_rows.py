@@ -1,4 +1,4 @@
-"""Tests from what number on constrained rows append their forced tokens in one pass.
+"""Tests the smallest number of forced tokens that constrained rows append in one pass.
 
 A smaller number of forced tokens is appended one by one.
 """

@@ -193,7 +193,7 @@ def test_probabilities_are_those_of_full_passes(
 
 
 class CountsInputs(ModelEngine):
-    """Records the number of inputs and of sequences of each pass."""
+    """An engine that records the number of inputs and of sequences of each pass."""
 
     def __init__(self, *given: Any, **settings: Any) -> None:
         super().__init__(*given, **settings)
@@ -331,7 +331,7 @@ def test_a_drained_worker_answers_its_calls(models: dict[str, LoadedModel]) -> N
 
 
 class FailsWith(ModelEngine):
-    """Raises in each pass over `count` sequences."""
+    """An engine that raises RuntimeError in each pass over `count` sequences."""
 
     count = 2
 

@@ -38,7 +38,7 @@ STEP, COPY = 0.01, 5.0  # seconds
 
 
 class BoundedEngine(ModelEngine):
-    """Refuses passes that write beyond the blocks of a sequence."""
+    """An engine that refuses passes which write beyond the blocks of a sequence."""
 
     def submit(self, spans: Many[Span]) -> bool:
         self.require_blocks(spans)
@@ -57,7 +57,8 @@ class BoundedEngine(ModelEngine):
 def test_forced_tokens_get_their_blocks_before_others_check_drafts() -> None:
     """The passes in flight are collected before drafts are made.
 
-    Here they bring forced tokens, for which a row needs a new block before other rows check drafts.
+    In this test they return forced tokens. A row needs a new block for these tokens before other
+    rows check drafts.
     """
     settings = EngineSettings(layout="slabs", lookahead=True, blocks=32, prefix="off")
     engine = BoundedEngine(load(demo()[0]), demo()[1], settings)
@@ -86,7 +87,10 @@ def test_forced_tokens_get_their_blocks_before_others_check_drafts() -> None:
 
 
 class CopyingEngine(CountingEngine):
-    """Finds all but the last token of each prompt in a cache; copying them takes COPY seconds."""
+    """An engine that finds all but the last token of each prompt in a cache.
+
+    Copying the found tokens takes COPY seconds.
+    """
 
     def __init__(self, ahead: int, speculator: ClockedSpeculator) -> None:
         super().__init__(Counting(step_us=0, prefill_us=0, joint=8), 1000)
@@ -136,7 +140,7 @@ class LosingDrafter(OracleDrafter):
 
 
 def test_a_device_that_is_lost_or_hangs_while_drafts_are_made_is_found() -> None:
-    """Drafts are made in phase "decode", which has a time limit; a lost device is found.
+    """Drafts are made in phase "decode", which has a time limit; a lost device is detected.
 
     The prompt of the only request is in the cache, so even its first step has drafts.
     """

@@ -71,7 +71,7 @@ class FakeEncoder:
 
 
 class Ended(Exception):
-    """Raised when all messages of the inbox have been taken."""
+    """Raised when all messages of the inbox have been read."""
 
 
 class Inbox(queue.SimpleQueue[Any]):

@@ -25,7 +25,7 @@ class FakeCollectives:
 
 
 class FakeLayout:
-    """Records the progress during the build of each pass."""
+    """A layout that records the progress during the build of each pass."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -120,7 +120,10 @@ class Run:
     def add(
         self, *parts: int | bytes, name: bytes, ids: int = 4, crossed: bool = False
     ) -> Sequence:
-        """Admits a sequence; each part is a number of tokens, or the key of an image."""
+        """Admits a sequence; each part is a number of tokens, or the key of an image.
+
+        With `crossed`, layers of cross-attention read the images.
+        """
         slots = 1 if crossed else SLOTS
         items: list[int] = []
         spans, images = [], {}
@@ -260,7 +263,10 @@ def test_a_stream_keeps_the_images_that_it_attends_to() -> None:
 def test_crossed_images_side_by_side_in_two_sequences_do_not_wait_for_each_other(
     budget: int,
 ) -> None:
-    """Each sequence needs three images at once; the images of two sequences exceed the budget."""
+    """Each sequence needs three images at once; the images of two sequences exceed the budget.
+
+    `budget` is the size of the image cache in bytes.
+    """
     run = Run(SeeingEngine(budget))
     keys = [bytes([number]) * 32 for number in range(6)]
     seqs = [crossed(run, 2, *keys[at : at + 3], 2, name=bytes([65 + at])) for at in range(4)]
@@ -309,7 +315,7 @@ def test_a_sequence_that_lost_its_row_encodes_what_it_attends_to_again() -> None
 
 
 class SlowEngine(SeeingEngine):
-    """A step takes 0.01 seconds and an image 5 seconds, on a speculator's clock."""
+    """An engine whose steps take 0.01 s and whose images take 5 s, on a speculator's clock."""
 
     speculator: ClockedSpeculator
 
@@ -337,7 +343,7 @@ def test_the_time_of_an_image_is_not_that_of_a_step() -> None:
 
 
 class AheadEngine(SeeingEngine):
-    """Submits a step ahead, and records the shown progress during each image and step."""
+    """An engine that submits a step ahead, and records the progress during each image and step."""
 
     damaged = b""
     progress: Progress

@@ -1,4 +1,4 @@
-"""Tests the worker's side of the progress block, with a simulated clock."""
+"""Tests the worker's writes to its progress block (shared memory), with a simulated clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class Clock:
 
 
 class Scene:
-    """A Progress with a simulated clock; its block is read through a second mapping."""
+    """A Progress with a simulated clock and a progress block in shared memory.
+
+    The test reads the block through a second mapping.
+    """
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -134,7 +137,10 @@ def test_usual_times_ignore_fresh_passes() -> None:
 
 
 def test_a_short_chunk_says_little_of_the_usual_time_of_a_token() -> None:
-    """The fixed time of a step dominates a chunk of few tokens, so the chunk counts little."""
+    """A chunk of few tokens has little effect on the usual time of a token.
+
+    The fixed time of a step dominates such a chunk.
+    """
     scene = Scene()
     for _ in range(10):
         scene.pass_over(8, 0.08)
@@ -167,7 +173,7 @@ def test_the_block_holds_both_thread_ids() -> None:
 
 
 def test_drafts_that_compile_are_not_shown_by_an_idle_worker() -> None:
-    """Phase "idle" also ends the compilation; the next drafts have the shorter time limit."""
+    """Phase "idle" ends the shown compilation; the next drafts have the short time limit."""
     scene = Scene()
     scene.progress.drafts()
     scene.progress.compiles()
@@ -179,9 +185,10 @@ def test_drafts_that_compile_are_not_shown_by_an_idle_worker() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 40])
 def test_a_pass_while_which_something_compiles_is_no_measure(tokens: int) -> None:
-    """The time of such a pass does not count, even if the pass ends with `fresh=False`.
+    """The time of a pass during which something is compiled is not used as a usual time.
 
-    The ranks of a group and the loop of an encoder end all their passes like this.
+    This is also true if the pass ends with `fresh=False`, as the ranks of a group and the loop of
+    an encoder end all their passes.
     """
     scene = Scene()
     scene.pass_over(tokens, 0.5)

@@ -1,4 +1,4 @@
-"""Tests the answer's part about its prompt: tokens with log-probabilities, and text."""
+"""Tests the report on the prompt in an answer: tokens with log-probabilities, and text."""
 
 from __future__ import annotations
 

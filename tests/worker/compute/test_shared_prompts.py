@@ -35,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Counted(ModelEngine):
-    """Counts how often each position of a prompt is read."""
+    """An engine that counts how often each position of a prompt is read."""
 
     places: Counter[int]
 
@@ -88,7 +88,10 @@ def test_a_prompt_is_read_once_by_all_that_arrive_together(
 
 @pytest.mark.parametrize("layout", ["rows", "slabs", "pool"])
 def test_equal_prompts_share_without_being_told(folders: dict[str, Path], layout: str) -> None:
-    """Prompts with a long common beginning share it without `shared`; each reads its own end."""
+    """Without `shared`, the common beginning of several prompts is still read only once.
+
+    Each request reads the remaining tokens of its prompt.
+    """
     common = prompt_of(400)
     prompts = [[*common, number, *prompt_of(20 + number)] for number in range(4)]
     ids, cached = answers(folders["plain"], prompts, shared=False, layout=layout)

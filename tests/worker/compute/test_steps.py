@@ -100,10 +100,10 @@ class PipelinedEngine(CountingEngine):
 
 
 class CompilingEngine(PipelinedEngine):
-    """Compiles something in the passes with the numbers in `compiles`, before `submit` returns.
+    """An engine whose `submit` claims to compile kernels for the passes numbered in `compiles`.
 
-    `looks` records the shown progress during each call: the call, the number of the pass, whether
-    something is compiled.
+    `looks` has an entry for each call of `submit` or `collect`: the call, the number of the pass,
+    and whether the worker's progress (`block`) showed a compilation at that time.
     """
 
     compiles: tuple[int, ...] = ()
@@ -135,7 +135,7 @@ class CompilingEngine(PipelinedEngine):
 
 
 class DraftingEngine(PipelinedEngine):
-    """Gives two tokens of a row in each step, as if it had checked one draft."""
+    """An engine that gives two tokens of a row in each step, as if it had checked one draft."""
 
     def collect(self) -> StepResult:
         result = super().collect()
@@ -175,14 +175,14 @@ class Scene:
         return seq
 
     def step(self) -> None:
-        """Performs one turn of the compute loop: admits waiting sequences, then runs a step."""
+        """Performs one iteration of the compute loop: admits waiting sequences, runs a step."""
         for seq in self.generations.sequences():
             if seq.phase is Phase.WAITING:
                 self._take(self.steps.admit(seq))
         self._take(self.steps.run())
 
     def run(self) -> None:
-        """Runs turns until every generation has ended and every pass is collected."""
+        """Runs iterations until every generation has ended and every pass is collected."""
         for _ in range(1000):
             if not self.generations:
                 break
@@ -260,7 +260,7 @@ def test_a_step_is_submitted_while_the_one_before_is_computed() -> None:
 
 
 def looks(ahead: int, *compiles: int) -> list[tuple[str, int, bool]]:
-    """Returns the progress shown while a stream of four tokens runs.
+    """Runs a stream of four tokens, and returns the `looks` of its CompilingEngine.
 
     `compiles`: the numbers of the passes that compile something.
     """

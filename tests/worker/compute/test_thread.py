@@ -78,7 +78,7 @@ def entering(harness: ComputeHarness, prompts: dict[int, str], count: int = 5) -
 
 
 class Reserving(CountingEngine):
-    """Records the calls of `reserve` and `make_room`."""
+    """An engine that records the calls of `reserve` and `make_room`."""
 
     asked: ClassVar[list[tuple[str, int]]] = []
 
@@ -100,7 +100,7 @@ def test_the_engine_is_told_what_preparations_need(monkeypatch: pytest.MonkeyPat
 
 
 class Recording(CountingEngine):
-    """Records the sizes of the chunks of each pass."""
+    """An engine that records the sizes of the chunks of each pass."""
 
     chunks: ClassVar[list[list[int]]] = []
 
@@ -150,7 +150,7 @@ def test_a_failed_joint_pass_ends_only_the_prompt_to_blame(at: int) -> None:
 
 
 class Clumsy(Recording):
-    """Raises in every pass over several prompts."""
+    """An engine that raises RuntimeError in every pass over several prompts."""
 
     def submit(self, spans: Many[Span]) -> bool:
         fresh = super().submit(spans)
@@ -393,9 +393,9 @@ def test_an_owner_that_waits_for_memory_gets_that_of_an_owner_that_has_most() ->
 
 
 def test_a_short_prompt_waits_for_one_pass_of_another_owner() -> None:
-    """The short prompt is read after one pass with another owner's prompts, which arrived first.
+    """The short prompt is read after one pass over another owner's prompts.
 
-    These are three prompts of ten passes each.
+    That owner's three prompts arrived first, and need ten passes each.
     """
     harness = ComputeHarness(prefill_us=20).ready()
     for name in range(3):
@@ -448,7 +448,7 @@ def test_a_deadline_ends_a_run_in_any_phase() -> None:
 
 
 class Short(CountingEngine):
-    """Raises the error of a failed MLX allocation in every step with sequence 2."""
+    """An engine that raises MLX's error for failed allocations in every step with sequence 2."""
 
     def submit(self, spans: Many[Span]) -> bool:
         if any(span.sequence.id[0] == 2 for span in spans):
@@ -532,9 +532,10 @@ def test_a_lost_device_ends_no_request(monkeypatch: pytest.MonkeyPatch, place: s
 def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
     monkeypatch: pytest.MonkeyPatch, place: str, known: bool
 ) -> None:
-    """After an error that this program raised itself the device is not tested, after others it is.
+    """No request outside of the failed pass ends.
 
-    In both cases no request outside of the failed pass ends.
+    If this program raised the error itself, the device is not tested. After other errors it is
+    tested.
     """
     changes = {"error": OutOfMemory("too long")} if known else {"well": True}
     harness = losing(monkeypatch, place, **changes)

@@ -91,9 +91,9 @@ SIZES = {0: (255, 262), 1: (250, 266), 2: (254, 264)}  # three blocks each, the 
 
 @pytest.fixture(scope="module")
 def answers_alone(folder: Path) -> Callable[[bool], dict[int, list[Delta]]]:
-    """Returns a function that returns the answers to SIZES, each computed alone.
+    """Returns a function from the setting `deterministic` to the answers of the requests in SIZES.
 
-    Its argument is the setting `deterministic`.
+    Each request runs alone. The answers are lists of deltas, by the number of the request.
     """
 
     @functools.cache

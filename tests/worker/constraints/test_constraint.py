@@ -209,9 +209,10 @@ BEHIND: list[dict[str, Any]] = [
 def test_masks_behind_drafts_are_those_of_single_tokens(
     format: dict[str, Any], had: int, count: int, seed: int, wrong: bool, thinks: bool
 ) -> None:
-    """`masks_behind` gives the masks of the tokens taken one by one, and changes no constraint.
+    """`masks_behind` returns the mask after each draft, and changes no constraint.
 
-    After a wrong draft no token is allowed.
+    The masks equal those that follow when the tokens are taken one by one. After a wrong draft no
+    token is allowed.
     """
     folder, _, table = demo()
     draw = random.Random(seed)

@@ -83,7 +83,7 @@ def test_a_mask_that_fails_is_an_error_of_its_own_row() -> None:
 def test_tokens_taken_ahead_are_those_taken_one_by_one(
     many: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One thread or several take the tokens, in `take` or already in `take_ahead`."""
+    """Tests one thread and several threads that take tokens, in `take` or in `take_ahead`."""
     monkeypatch.setattr(mask_batch, "MANY", many)
     monkeypatch.setattr(masks, "few", lambda: 0)
     monkeypatch.setattr(masks, "MAX_WAIT", 60.0)
@@ -256,9 +256,9 @@ def test_forced_tokens_are_found_again_when_one_is_given_back() -> None:
 
 
 def test_an_answer_may_be_cancelled_when_its_token_was_given_back() -> None:
-    """After `give_back`, `accepts` and `finished` need no matcher: the constraint stores them.
+    """After `give_back` the constraint has stored `accepts` and `finished`, and needs no matcher.
 
-    A cancel reads them while another thread may use the matcher.
+    A cancel reads both while another thread may use the matcher.
     """
     rule = constraint({"type": "choice", "choices": ["yes", "yes and no"]})
     while not rule.accepts:

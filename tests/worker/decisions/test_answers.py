@@ -36,7 +36,10 @@ def test_branches_are_the_beginnings_of_answers() -> None:
 
 
 def test_masses_are_those_of_all_texts_that_begin_with_an_answer() -> None:
-    """Each text of three tokens counts for the longest answer with which it begins."""
+    """The probability of each text of three tokens is added to the answer with which it begins.
+
+    If the text begins with several answers, its probability is added to the longest.
+    """
     answers = Answers((((1,),), ((1, 0),), ((2,), (5, 2)), ((7, 7, 7),)))
     labels = {path: index for index, paths in enumerate(answers.paths) for path in paths}
     masses = [0.0] * len(answers.paths)

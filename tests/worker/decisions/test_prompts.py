@@ -1,4 +1,4 @@
-"""Tests the ids of questions' prompts, and of answers after them, against those of whole texts."""
+"""Compares ids of questions' prompts, and of answers after them, with the ids of whole texts."""
 
 from __future__ import annotations
 

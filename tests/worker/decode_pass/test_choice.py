@@ -157,10 +157,10 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_which_models_it_serves(name: str, tmp_path: Path) -> None:
-    """The kernel refuses each model of another kind for its own reason.
+    """The kernel refuses each unsupported kind of model with a reason for that kind.
 
-    The dtype is checked last: models of a supported kind are refused only because they are in
-    float32.
+    The dtype is checked last. All models of this test are in float32, so models of a supported kind
+    are refused only for their dtype.
     """
     changes, why = KINDS[name]
     model = load(inspect(write_checkpoint(tmp_path, **changes)), dtype=mx.float32).model

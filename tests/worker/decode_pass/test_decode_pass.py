@@ -66,9 +66,10 @@ pytestmark = pytest.mark.usefixtures("simulated_kernels")
 class Rows:
     """Decoding rows in a pool with scattered blocks; unused memory is NaN.
 
-    `lengths`: the number of keys of each row, new keys included. `begins`: the first key that each
-    row sees. `counts`: the number of new tokens of each row, by default 1; each is a line of the
-    pass.
+    `lengths`: the number of keys of each row, new keys included. `begins`: the index of the first
+    key that each row attends to. `windows`: the sliding window of each layer in tokens; 0: no
+    window. `counts`: the number of new tokens of each row, by default 1. Each new token is an input
+    of the pass.
     """
 
     shape: PassShape
@@ -218,7 +219,7 @@ def check(rows: Rows, lines: int) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_pass_equals_float64(name: str) -> None:
-    """Tests rows of one key, of a full block and of several parts, followed by padding lines."""
+    """Tests rows of one key, of a full KV block and of several blocks, and padding inputs."""
     shape = SHAPES[name]
     lengths = [1, BLOCK, BLOCK + 1, 2 * BLOCK + 40, 77]
     check(Rows(shape, lengths, [0] * 5, [0] * shape.layers), 8)
@@ -237,7 +238,10 @@ def test_random_rows_begins_and_windows(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_lines_that_follow_each_other_in_a_row(name: str) -> None:
-    """A new token sees earlier new tokens of its row, also across blocks and inside a window."""
+    """A new token attends to earlier new tokens of its row.
+
+    This also holds across blocks and inside a sliding window.
+    """
     shape = SHAPES[name]
     lengths, counts = [4, BLOCK + 2, 2 * BLOCK + 40, 9], [4, 3, 1, 2]
     check(Rows(shape, lengths, [0] * 4, [3] * shape.layers, counts=counts), 12)
@@ -245,7 +249,7 @@ def test_lines_that_follow_each_other_in_a_row(name: str) -> None:
 
 
 def test_a_barrier_counts_on_from_launch_to_launch() -> None:
-    """The barrier's counter goes on between launches of different grids, and may overflow."""
+    """The barrier's counter continues between launches of different grids, and may overflow."""
     rows = Rows(SHAPE, [5, 3], [0, 0], [0, 0])
     first = rows.run(2)
     count = arrivals(rows.kernel, mx.zeros((3,), dtype=mx.int32), rows)

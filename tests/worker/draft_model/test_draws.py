@@ -1,4 +1,4 @@
-"""Tests draws of a draft model: each row's likeliest token, and its distance to the second."""
+"""Tests draws of a draft model: each row's likeliest token, and its lead over the second."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_a_model_with_the_tokenizer_of_the_demo_may_draft_for_it(draft: str) -> 
 def test_a_draft_model_tells_what_it_compiles_and_each_pass(draft: str) -> None:
     """A draft model reports that it compiles, and reports progress after each of its passes.
 
-    Before its first draft it may read a long text in several passes, and each counts as progress.
+    Before its first draft it may read a long text in several passes.
     """
     folder = inspect_draft(draft, inspect(DEMO_FOLDER))
     engine = load_draft(folder, lambda tensors, size: None, rows=1, limit=0)

@@ -44,7 +44,8 @@ def rotated(x: Array, base: float) -> Array:
 def attention(q: Array, k: Array, v: Array, window: int = 0, *, causal: bool = False) -> Array:
     """Returns attention [L, H * D] of q [L, H, D], k and v [L, KV, D], with scale 1 / sqrt(D).
 
-    A token sees only tokens that are less than `window` away. With 0 it sees all tokens.
+    A token attends only to tokens that are less than `window` tokens away. With `window` 0 it
+    attends to all tokens.
     """
     length = len(q)
     distance = np.arange(length)[:, None] - np.arange(length)

@@ -255,7 +255,7 @@ def test_the_first_wrong_draft_ends_what_is_accepted() -> None:
 def test_spans_that_cannot_be_computed_are_refused(
     loaded: LoadedModel, span: Any, words: str
 ) -> None:
-    """A refused span costs no running sequence its row."""
+    """After a refused span every running sequence still has its row."""
     engine, seq, beside = model_engine(loaded, lookahead=True), sequence(0, 60), sequence(1, 60)
     for row in (seq, beside):
         enter(engine, row)
@@ -284,7 +284,10 @@ def test_engines_that_check_no_drafts_say_so(tmp_path: Any) -> None:
 
 
 def test_the_time_of_a_pass_that_is_compiled_says_nothing_of_others(loaded: LoadedModel) -> None:
-    """Every 64 tokens a row on a CPU needs a newly compiled pass, whose time must not count."""
+    """Every 64 tokens, a row on a CPU needs a newly compiled pass.
+
+    The time of this pass must not be used as a measurement.
+    """
     engine = model_engine(loaded, layout="slabs", prefix="off", lookahead=False)
     rows = [sequence(0, 62), sequence(1, 62)]
     for seq in rows:
@@ -424,7 +427,7 @@ def test_a_pass_that_failed_has_compiled_nothing(
 def test_the_pass_in_flight_waits_for_one_that_compiles(loaded: LoadedModel) -> None:
     """A pass that compiles delays the end of the pass in flight, so neither time is typical.
 
-    Both passes are marked `fresh`, and their times do not count.
+    Both passes are marked `fresh`, and their times are not used as measurements.
     """
     engine = model_engine(loaded, layout="slabs", prefix="off", lookahead=True)
     rows = [sequence(0, 30), sequence(1, 40)]

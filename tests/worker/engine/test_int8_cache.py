@@ -241,7 +241,8 @@ def test_a_model_of_images_has_memory_for_rows_that_operations_read(
 ) -> None:
     """Passes with images have no attention kernel for 8-bit keys and values.
 
-    MLX's operations read dequantised ones, for which only a model with images reserves memory.
+    In these passes MLX's operations read dequantised keys and values. Only a model with images
+    reserves memory for them.
     """
     runner, probe = SimpleNamespace(kinds=ComputedKinds()), SimpleNamespace(supported=True)
     monkeypatch.setattr(paged_layout, "RaggedRunner", lambda *_, **__: runner)

@@ -82,7 +82,7 @@ def wanted(
 def test_drafts_are_those_of_the_whole_history(
     models: dict[str, LoadedModel], family: str, layout: str
 ) -> None:
-    """Prompts are read in chunks, beside others; right and wrong drafts and plain steps follow."""
+    """Four streams get right drafts, wrong ones or none, while a late prompt is read in chunks."""
     draw, loaded = random.Random(family), models[family]
     engine = engine_of(loaded, layout)
     head, limit = head_of(engine), engine.limits.drafts or 4
@@ -132,7 +132,7 @@ def answers_of(loaded: LoadedModel, rows: list[Sequence]) -> dict[Sequence, tupl
 def test_states_that_wait_are_read_when_they_are_many(
     models: dict[str, LoadedModel], family: str
 ) -> None:
-    """A row without drafts keeps few states, and its next drafts are still right."""
+    """The head keeps few hidden states of a row without drafts; its next drafts are still right."""
     loaded = models[family]
     engine = engine_of(loaded)
     head, seq = head_of(engine), sequence(3, 5)
@@ -225,7 +225,7 @@ def test_a_failed_pass_on_a_lost_device_is_no_failed_draft(
 
 
 def test_memory_of_the_head_is_counted(models: dict[str, LoadedModel], tmp_path: Path) -> None:
-    """The head's keys and values take a part of the blocks, and are reported as memory of rows."""
+    """With an MTP head fewer KV blocks fit; `kv_use` includes the head's keys and values."""
     path = write_predicting(tmp_path, "glm4_moe_lite")
     with_head, without = models["glm4_moe_lite"], load(inspect(path))
     assert with_head.weight_bytes > without.weight_bytes
@@ -240,7 +240,7 @@ def test_memory_of_the_head_is_counted(models: dict[str, LoadedModel], tmp_path:
 
 
 def test_a_head_drafts_beside_8_bit_keys_and_values(models: dict[str, LoadedModel]) -> None:
-    """The model's keys and values have 8 bits; the head's own are not quantised."""
+    """The model's KV cache has 8 bits; the MTP head's own KV cache is not quantised."""
     loaded = models["qwen3_next"]
     engine, seq = engine_of(loaded, kv=INT8), sequence(5)
     head = head_of(engine)

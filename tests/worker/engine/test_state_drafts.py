@@ -116,7 +116,7 @@ def test_drafts_are_those_of_the_newest_state(loaded: LoadedModel, layout: str) 
 
 
 def test_one_row_checks_in_compiled_passes(loaded: LoadedModel) -> None:
-    """While the row grows, its drafts are as expected, and its tokens those of plain steps."""
+    """The growing row's drafts are as expected, and its tokens are the same as in plain steps."""
     engine, plain = engine_of(loaded), engine_of(loaded, "rows")
     head, seq, other = head_of(engine), sequence(4, 230), sequence(4, 230)
     enter(engine, seq)

@@ -38,7 +38,7 @@ class Peers:
         self.bound = 0.0
 
     def set_bound(self, seconds: float) -> None:
-        """Records the time limit in seconds, after which a peer counts as lost."""
+        """Records the time limit in seconds, after which a peer is treated as lost."""
         self.bound = seconds
 
     def takes(self, size: int, dtype: Any) -> bool:
@@ -127,7 +127,7 @@ def test_a_summed_product_is_added_to_the_residual_where_a_kernel_does_it(
 class FailingPipeline:
     """A pipeline with two passes in flight; `start` discards both and raises OutOfMemory.
 
-    `sent`: the number of new passes that count as sent to the other ranks before the error.
+    `sent`: the number of new passes that are treated as sent to the other ranks before the error.
     """
 
     def __init__(self, orders: Orders, sent: int) -> None:

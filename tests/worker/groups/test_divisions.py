@@ -1,6 +1,6 @@
-"""Tests which part of a model each rank loads, and refused divisions, which name the reason.
+"""Tests which part of a model each rank loads, and the errors for impossible divisions.
 
-Needs no MLX.
+Each error names the reason. Needs no MLX.
 """
 
 from __future__ import annotations

@@ -199,7 +199,10 @@ def _sent(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
 
 
 def test_a_prompt_is_found_in_the_prefix_cache(engines: tuple[ModelEngine, ModelEngine]) -> None:
-    """On each rank two rows share the prompt's blocks; a block is copied before they differ."""
+    """A second request with the same prompt reuses the prompt's blocks on every rank.
+
+    A block is copied before the request's row writes to it.
+    """
     answers = []
     for engine in engines:
         first, again = sequence(9, 45, temperature=0.0), sequence(9, 45, temperature=0.9)

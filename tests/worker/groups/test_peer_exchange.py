@@ -37,9 +37,9 @@ def shape_of(lines: bool) -> BufferShape:
 
 
 class Others:
-    """An Agreement of rank 0 with a simulated rank 1, which has a given buffer and given answers.
+    """The Agreement that rank 0 gets in a test; it simulates rank 1.
 
-    Records rank 0's messages in `told`.
+    Rank 1 has the given buffer handle and gives the given answers. `told` has what rank 0 has sent.
     """
 
     rank, ranks = 0, 2
@@ -47,9 +47,10 @@ class Others:
     def __init__(
         self, handle: bytes, answers: Sequence[int] = (1, 1), identity: bytes = IDENTITY
     ) -> None:
-        """`answers`: what rank 1 answers after its first answer, a 1 (NVLink connects the GPUs).
+        """A rank 1 with the given buffer handle, GPU identity and answers.
 
-        After these it always answers 1 (yes). `handle`: of rank 1's buffer. `identity`: of its GPU.
+        Its first answer is always 1 (NVLink connects the GPUs). `answers` are the following
+        answers. All later answers are 1 (yes).
         """
         self._handle, self.answers, self._identity = handle, [1, *answers], identity
         self.told: list[bytes | int] = []
@@ -214,7 +215,10 @@ def value_at(reference: Any, kind: type[Any]) -> Any:
 
 
 class Driver:
-    """Stands for the libraries libcuda and NVML: records its calls; the call `fails` fails."""
+    """Stands for the libraries libcuda and NVML: records its calls.
+
+    The function whose name is `fails` returns an error.
+    """
 
     def __init__(self, fails: str = "") -> None:
         self.fails, self.calls, self.named = fails, list[str](), list[str]()

@@ -168,9 +168,9 @@ def test_many_sums_follow_each_other_without_the_host(*, by_lines: bool) -> None
 def test_any_row_of_operations_is_right(
     operations: list[tuple[str, int]], epoch: int, by_lines: bool
 ) -> None:
-    """Any operations one after the other are right, and the ranks stay in step.
+    """Any sequence of operations gives right results, and the ranks stay in step.
 
-    `epoch`: the number of sums that count as made before.
+    `epoch`: the initial value of each rank's count of sums.
     """
     group = SimulatedRanks(2, FEW, lines=by_lines)
     given = [parts(2, (lines, 64), mx.bfloat16, n) for n, (_, lines) in enumerate(operations)]
@@ -249,7 +249,7 @@ def test_buffers_have_room_for_what_peers_write() -> None:
 
 
 def test_flags_of_all_launches_have_the_same_places() -> None:
-    """The place of a flag does not depend on the size of the launch.
+    """The position of a flag in the buffer does not depend on the size of the launch.
 
     A flag of one launch may arrive while a peer reads flags of a launch of another size.
     """

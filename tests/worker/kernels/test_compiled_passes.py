@@ -55,9 +55,10 @@ def test_a_call_that_failed_has_compiled_nothing() -> None:
 
 
 def test_a_call_whose_evaluation_failed_has_compiled_nothing() -> None:
-    """If the evaluation of a pass fails, its kinds count as not compiled; evaluated kinds stay.
+    """If the evaluation of a pass fails, the kinds that it compiled are treated as not compiled.
 
-    A kind that was dropped before the failure is ignored.
+    Kinds that were evaluated before are still treated as compiled. A kind that was dropped before
+    the failure is ignored.
     """
     notices: list[None] = []
     passes = CompiledPasses(lambda x: 2 * x, lambda: notices.append(None), max_passes=2)
@@ -76,7 +77,10 @@ def test_a_call_whose_evaluation_failed_has_compiled_nothing() -> None:
 
 
 def test_a_kind_is_new_until_a_pass_of_it_was_evaluated() -> None:
-    """A kind counts as known while its first pass is in flight; after a failure it is new again."""
+    """A kind is treated as known while its first pass is in flight.
+
+    After a failure it is treated as new again.
+    """
     kinds = ComputedKinds()
     assert [kinds.is_new(kind) for kind in ("a", "a", "b")] == [True, False, True]
     kinds.evaluated()

@@ -1,4 +1,4 @@
-"""Compares exp by sums and products, and gelu and softmax by NumPy, with float64."""
+"""Compares our exp (of sums and products), gelu and softmax (in NumPy) with float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ by_numpy = pytest.mark.skipif(
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selects the vectorised path even without a compiler, which does not change its numbers."""
+    """Selects the formula that MLX compiles, even if no compiler is installed.
+
+    Without a compiler MLX computes the formula's operations one by one, with the same results.
+    """
     monkeypatch.setattr(cpu_exp, "vectorised", lambda: True)
 
 
@@ -79,7 +82,7 @@ def test_swiglu_equals_float64() -> None:
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("beside", [0, 3])
 def test_softmax_averages_equal_float64(beside: int) -> None:
-    """`beside` further scores (sinks) count in the softmax, but have no values."""
+    """The softmax includes `beside` additional scores (sinks), which have no values."""
     draw = np.random.default_rng(beside)
     scores = draw.normal(0, 5, (2, 3, 40, 50 + beside)).astype(np.float32)
     scores[:, :, :, 10] = -np.inf

@@ -136,7 +136,10 @@ def exact(shape: DeltaNetShape, lines: Any, state: Any) -> tuple[Any, list[Any]]
 def assert_exact(
     shape: DeltaNetShape, lines: Any, held: tuple[Any, ...], spans: list[TestSpan], within: float
 ) -> None:
-    """Compares the kernel with float64; `within`: the error as a share of the largest output."""
+    """Compares the kernel with float64.
+
+    `within`: the largest allowed error, divided by the largest output.
+    """
     out, after = computed(shape, lines, held, spans)
     first = written = 0
     for span in spans:

@@ -405,7 +405,7 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_first_call(
 def test_what_another_process_compiles_is_awaited_and_not_compiled_again(
     compiled: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    """The other process holds the lock of one kernel until this process has passed over it.
+    """Another process holds the lock of the first kernel until this process has skipped it.
 
     This process compiles the second kernel, and then finds the first one in the cache.
     """

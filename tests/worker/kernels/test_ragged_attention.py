@@ -316,7 +316,7 @@ def test_fresh_lines_are_rotated_and_written(
 ) -> None:
     """One fused kernel gives the same attention and pools as two kernels, also with padding.
 
-    The kernel also accepts whole lines of queries, keys and values.
+    The kernel also accepts queries, keys and values that are joined in one array.
     """
     if not ON_GPU:
         monkeypatch.setattr(ragged_attention, "hopper_tiles", lambda size: hopper)

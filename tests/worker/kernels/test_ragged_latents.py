@@ -207,7 +207,10 @@ def test_tiles_fit_the_shared_memory_of_a_thread_block() -> None:
 def test_latents_are_normed_rotated_and_written(
     queries: int, rank: int, turned: int, traditional: bool, dtype: str
 ) -> None:
-    """Compares with float64, with a padding line; the rest of the pool does not change."""
+    """Compares with float64, with a padding input.
+
+    The other slots of the pool do not change.
+    """
     kind, block, lines = getattr(mx, dtype), 4, 5
     assert latent_lines.supports(queries, rank, turned, kind)
     mx.random.seed(queries)

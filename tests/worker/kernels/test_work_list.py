@@ -144,7 +144,7 @@ def test_parts_fill_whole_waves() -> None:
 def test_steps_with_chunks_keep_the_share_of_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with chunks take the best division into parts from an earlier, similar step.
 
-    For a step unlike all kept ones the best division is searched for.
+    For a step unlike all stored steps the best division is searched for.
     """
     searches: list[Division] = []
     best = Division.best_share

@@ -1,4 +1,4 @@
-"""Compares products of one row and byte columns with float64."""
+"""Compares products of one row and weights stored as columns of bytes with float64."""
 
 from __future__ import annotations
 

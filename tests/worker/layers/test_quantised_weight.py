@@ -1,4 +1,4 @@
-"""Quantised weights as mlx-lm writes them give the same logits as in mlx-lm, in every mode."""
+"""Models quantised by mlx-lm give the same logits as in mlx-lm, in every quantisation mode."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ def refusals(base: Mapping[str, Any], refused: Many[tuple[dict[str, Any], str]])
 
 
 def _can_be_cut(loaded: LoadedModel) -> bool:
-    """Returns whether every layer keeps its tokens one by one, so that any prefix is reusable."""
+    """Returns whether every layer stores each token separately, so that any prefix is reusable."""
     caches = loaded.folder.plan.caches
     return not any(isinstance(spec, RecurrentSpec) or getattr(spec, "window", 0) for spec in caches)
 

@@ -1,4 +1,4 @@
-"""Writes into expected/ what transformers answers to the models of support/seeing_models.py.
+"""Writes transformers' answers to the models of support/seeing_models.py into expected/.
 
 Run it in an environment of its own, from the folder tests/:
 
@@ -6,7 +6,7 @@ Run it in an environment of its own, from the folder tests/:
     REF/bin/pip install torch==2.13.0 transformers==VERSION pillow numpy tokenizers safetensors
     PYTHONPATH=.:../common:../worker:../broker REF/bin/python worker/models/seeing_reference.py
 
-The file that it writes names the versions it was made with. The tests need none of them.
+The written file names the versions of these packages. The tests do not need the packages.
 """
 
 from __future__ import annotations

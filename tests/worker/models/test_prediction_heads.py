@@ -212,7 +212,10 @@ def test_a_head_that_drafts_some_tokens_gives_these(tmp_path: Path) -> None:
 
 
 def test_the_output_head_for_some_tokens_is_counted_as_weights(tmp_path: Path) -> None:
-    """The head's output weights, copied from the embeddings, count at load and in the estimate."""
+    """The head has its own output weights, copied from the embeddings.
+
+    Both the load and the estimate include them in the bytes of weights.
+    """
     path = drafting(tmp_path, weights_with_head("llama", 3, **DRAFTED))
     head_size = DRAFTED["mtp_draft_vocab_size"] * settings("llama")["hidden_size"]
     for predicts in (False, True):

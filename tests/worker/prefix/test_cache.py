@@ -1,4 +1,4 @@
-"""Hits, insertions and evictions of the prefix cache in each mode. Needs no MLX."""
+"""Hits, insertions and evictions of the prefix cache in its modes tree, single and off. No MLX."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cache(request: pytest.FixtureRequest) -> PrefixCache[ListRow]:
 
 
 def begun(cache: PrefixCache[ListRow], prompt: list[int]) -> ListRow:
-    """Returns a row that has computed all but the last token of its prompt."""
+    """Returns a KV row that has computed all but the last token of its prompt."""
     row, cached = cache.begin(prompt)
     row.feed(prompt[cached:-1])
     return row
@@ -77,7 +77,10 @@ def test_off_keeps_nothing() -> None:
 
 
 def test_an_exact_match_reuses_all_but_the_last_token(cache: PrefixCache[ListRow]) -> None:
-    """Covers the reference case ExactMatchSeed: the last token is never cached."""
+    """The last token is never cached.
+
+    Covers the case ExactMatchSeed of the reference test suite.
+    """
     prompt = [1, 2, 3, 4, 5]
     assert [serve(cache, prompt, (6,)), serve(cache, prompt, (6,))] == [0, 4]
     assert [serve(cache, [7], (8,)), serve(cache, [7], (8,))] == [0, 0]
@@ -245,7 +248,7 @@ def test_the_same_prompt_twice_at_once_is_kept_once() -> None:
 def test_lru_only_updates_used_nodes() -> None:
     """A use of one branch does not count as a use of the other branch.
 
-    Covers the reference case LRUOnlyUpdatesUsedNodes.
+    Covers the case LRUOnlyUpdatesUsedNodes of the reference test suite.
     """
     cache = tree()
     serve(cache, A, (9,))
@@ -283,7 +286,7 @@ def test_a_path_in_use_is_not_evicted() -> None:
 def test_eviction_keeps_the_prefix_of_running_rows() -> None:
     """The system prompt that five chats share is not evicted.
 
-    Covers the reference case EvictionPreservesActive.
+    Covers the case EvictionPreservesActive of the reference test suite.
     """
     system = [7, 7, 7, 7, 7]
     cache = tree(20 * CELL)
@@ -363,7 +366,7 @@ def test_keep_stores_a_prompt_that_is_still_prefilled() -> None:
 def test_recurrent_exact_match_continues_from_the_branch_point() -> None:
     """A recurrent model computes an equal prompt twice; the third uses the branch point's snapshot.
 
-    Covers the reference case ExactMatchSeed.
+    Covers the case ExactMatchSeed of the reference test suite.
     """
     cache = tree(stateful=True)
     prompt = [1, 2, 3, 4, 5]
@@ -389,7 +392,7 @@ def test_recurrent_next_turn_reuses_the_conversation() -> None:
 def test_a_requested_restore_point_is_not_merged() -> None:
     """A node at a requested restore point is not merged with its only child.
 
-    Covers the reference cases UserSnapshotPreserves and UserSnapshotResistsAutoMerge.
+    Covers UserSnapshotPreserves and UserSnapshotResistsAutoMerge of the reference test suite.
     """
     cache = tree(stateful=True)
     serve(cache, A, (20,), restore_at=4)
@@ -428,7 +431,7 @@ def test_restore_points_are_reported_until_the_row_is_past_them(
 ) -> None:
     """A restore point is reported until the row is past it.
 
-    Covers the reference case 'Captures persist over two writes'.
+    Covers the case 'Captures persist over two writes' of the reference test suite.
     """
     monkeypatch.setattr(tree_cache, "RESTORE_POINT_INTERVAL", 3)
     cache = tree(stateful=True)
@@ -507,9 +510,9 @@ def test_a_memory_error_in_close_leaks_nothing() -> None:
 def test_ten_turns_of_a_conversation(
     style: str, stateful: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten turns keep or drop answers, or branch off and return.
+    """Ten turns of a conversation keep or drop answers, or branch off and return.
 
-    Covers the reference case ScenarioConversationTurns.
+    Covers the case ScenarioConversationTurns of the reference test suite.
     """
     monkeypatch.setattr(tree_cache, "RESTORE_POINT_INTERVAL", 8)
     cache, history, other = tree(stateful=stateful), [*range(50)], [*range(500, 530)]
@@ -531,7 +534,7 @@ def test_ten_turns_of_a_conversation(
 def test_repeatedly_cancelled_prefills(stateful: bool) -> None:
     """A prefill of 47 tokens is cancelled after 18 and 36 tokens, then completed.
 
-    Covers the reference case ScenarioCancelledPrefills.
+    Covers the case ScenarioCancelledPrefills of the reference test suite.
     """
     cache, prompt = tree(stateful=stateful), [*range(47)]
     serve(cache, prompt, stop_at=18)
@@ -544,7 +547,7 @@ def test_repeatedly_cancelled_prefills(stateful: bool) -> None:
 def test_cancelled_prefills_that_diverge(stateful: bool) -> None:
     """Different prefills are cancelled before and after restore points; the last one is completed.
 
-    Covers the reference case ScenarioDivergentCancels.
+    Covers the case ScenarioDivergentCancels of the reference test suite.
     """
     cache, prompt = tree(stateful=stateful), [*range(40)]
     serve(cache, prompt, restore_at=20, stop_at=10)

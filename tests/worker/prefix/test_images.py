@@ -23,7 +23,10 @@ Prompt = tuple[tuple[int, ...], tuple[MediaSpan, ...]]
 
 
 def prompt_of(*parts: int | bytes, group: bool = True) -> Prompt:
-    """Returns a prompt of token ids and images, with the spans of the images."""
+    """Returns a prompt of token ids and images, with the spans of the images.
+
+    With `group` the inputs of an image attend to each other both ways.
+    """
     items: list[int] = []
     spans = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Random calls: the tree returns the same as a fresh prefill, and keeps each token once."""
+"""Random calls of a prefix tree: its tokens equal a fresh prefill, and it keeps each token once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 
 
 class Lists:
-    """A ListStore, whose rows have copies of the cached tokens."""
+    """A ListStore for the prefix tree: KV rows have copies of the cached tokens."""
 
     exact = True  # whether a token's bytes are exactly its own
 
@@ -56,7 +56,7 @@ class Lists:
 
 
 class Blocks:
-    """A PagedMemory, whose rows share blocks with the tree."""
+    """A PagedMemory for the prefix tree: KV rows share blocks with the tree."""
 
     exact = False
 
@@ -83,7 +83,10 @@ class Running:
 
 
 class Calls(RuleBasedStateMachine):
-    """Makes random calls; with `roomy` nothing is evicted, so each hit can be predicted."""
+    """Makes random calls of a prefix tree.
+
+    With `roomy` nothing is evicted, so each hit can be predicted.
+    """
 
     make: Callable[[], Any] = Lists
     roomy = False

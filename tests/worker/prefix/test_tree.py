@@ -51,7 +51,7 @@ def cells(tree: ListTree, tokens: tuple[int, ...]) -> list[int]:
 def test_the_longest_match_is_found(tokens: list[int], found: int) -> None:
     """The tree has the path [1..5], split after 3 tokens to add [6, 7].
 
-    Covers the reference case FindBestMatch.
+    Covers the case FindBestMatch of the reference test suite.
     """
     tree = planted(ListStore(), [1, 2, 3, 4, 5], [1, 2, 3, 6, 7])
     assert shape(tree.root) == {(1, 2, 3): {(4, 5): {}, (6, 7): {}}}
@@ -69,7 +69,7 @@ def test_a_match_ends_at_its_limit() -> None:
 def test_a_match_begins_at_the_root() -> None:
     """A match must begin at the root: tokens from the middle of a path do not match.
 
-    Covers the reference case 'KV snapshot [5,10) onto an empty cache: refused'.
+    Covers 'KV snapshot [5,10) onto an empty cache: refused' of the reference test suite.
     """
     tree = planted(ListStore(), [*range(5)], [*range(10)], [0, 1, 2, 3, 4, 77])
     match = tree.match(tuple(range(10)), 10)

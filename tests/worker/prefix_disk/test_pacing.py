@@ -138,9 +138,9 @@ def record() -> NewRecord:
 
 
 class Copied(Pace):
-    """A Pace that counts the bytes of a buffer which changed between two pauses.
+    """A Pace that counts how many bytes of a buffer change between two pauses.
 
-    All bytes of the buffer were 255 before.
+    A byte is counted as changed if it is not 255, the initial value of all bytes.
     """
 
     def __init__(self, buffer: Bytes) -> None:

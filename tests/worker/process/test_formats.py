@@ -81,7 +81,7 @@ def test_ids_that_the_format_does_not_allow_are_refused() -> None:
 
 
 def test_the_format_holds_behind_thoughts() -> None:
-    """The place where the format begins follows from the ids alone.
+    """The position at which the format begins follows from the ids alone.
 
     So it is right even if a resume begins inside the mark that ends the thoughts.
     """

@@ -1,4 +1,4 @@
-"""The table of runs and calls: what is prepared, computed, answered, cancelled and handed back."""
+"""The table of runs and calls: preparation, computation, answers, cancels, return to the broker."""
 
 from __future__ import annotations
 

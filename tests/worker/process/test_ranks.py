@@ -76,7 +76,10 @@ def test_the_file_of_addresses_is_read_by_its_descriptor() -> None:
 
 
 def test_ports_are_kept_until_the_ranks_listen_there() -> None:
-    """No other program can bind a kept port, but MLX's sockets can: they set both options."""
+    """No other program can bind a kept port, but the sockets of MLX's ring and of NCCL can.
+
+    The ring sets SO_REUSEADDR and SO_REUSEPORT. NCCL sets SO_REUSEADDR and binds all addresses.
+    """
     with ExitStack() as kept:
         ports = ranks.keep_ports(5, kept)
         assert len(set(ports)) == 5 and min(ports) > 0

@@ -25,7 +25,7 @@ def run(pieces: Sequence[bytes], stops: Sequence[str] = ()) -> tuple[list[str], 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """Returns the text before the earliest complete stop, and whether a stop was found.
 
-    Of several stops that end at the same character, the longest counts.
+    If several stops end at the same character, the text before the longest stop is returned.
     """
     for end in range(len(text) + 1):
         matches = [stop for stop in stops if text[:end].endswith(stop)]

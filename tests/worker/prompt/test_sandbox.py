@@ -25,7 +25,10 @@ def test_features_of_templates(feature: str) -> None:
 
 
 def test_features_match_transformers() -> None:
-    """Runs only if transformers is installed. It uses local time, so `now` is not compared."""
+    """Runs only if transformers is installed.
+
+    transformers uses local time, so `now` is not compared.
+    """
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     for feature, (source, variables, expected) in FEATURES.items():
         if not feature.startswith("now"):

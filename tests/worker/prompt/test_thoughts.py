@@ -1,4 +1,4 @@
-"""Tests thoughts in answers: their beginning, the tokens that count, and the mark at the bound."""
+"""Tests thoughts in answers: their beginning, the counted tokens, and the mark at the bound."""
 
 from __future__ import annotations
 

@@ -35,7 +35,10 @@ def id_of(tokenizer: Tokenizer, piece: str) -> int:
 
 
 def ids_of(name: str) -> st.SearchStrategy[list[int]]:
-    """Random ids; byte tokens only as whole characters, see `test_bytes_that_are_no_text`."""
+    """Returns a strategy for random ids.
+
+    Ids of byte tokens occur only in groups that form a whole character.
+    """
     tokenizer = TOKENIZERS[name]
     ids = range(tokenizer.get_vocab_size())
     plain = [id for id in ids if not str(tokenizer.id_to_token(id)).startswith("<0x")]

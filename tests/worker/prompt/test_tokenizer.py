@@ -1,4 +1,4 @@
-"""Encoding and decoding: round trips, the begin of a prompt, and errors."""
+"""Tests the tokenizer: round trips, the begin token of a prompt, and errors."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def test_a_token_across_the_boundary_is_not_counted() -> None:
 
 
 def test_a_generation_prompt_that_begins_with_plain_text() -> None:
-    """The generation prompt's ids are cut from the whole prompt's ids.
+    """The ids of a generation prompt are cut from the ids of the whole prompt.
 
-    Encoded alone, it would begin a text and have other ids.
+    Encoded separately, the generation prompt would have other ids, as if it began a text.
     """
     source = "{{ messages[0].content }}{% if add_generation_prompt %} fox{% endif %}"
     text = with_template(zoo.sentencepiece(), source)
@@ -163,9 +163,9 @@ def test_a_source_whose_file_has_changed_is_refused(good: Path) -> None:
 def test_a_chat_has_the_begin_token_where_its_template_writes_it(
     tmp_path: Path, template: str, begin: list[int]
 ) -> None:
-    """A chat begins with the token only if its template writes it, as in apply_chat_template.
+    """A chat begins with the begin token only if its template writes this token.
 
-    A prompt that is a text begins with the token.
+    This agrees with apply_chat_template. A plain text always begins with the begin token.
     """
     settings = {"add_bos_token": True, "chat_template": template + "{{ messages[0].content }}"}
     path = write_checkpoint(tmp_path, tokenizer_config=settings)

@@ -1,4 +1,4 @@
-"""Covers the reference cases of samplers, log-probabilities and text that are longer than a line.
+"""The longer cases of the reference suite for samplers, log-probabilities and text.
 
 conformance.md beside this file lists all cases and their tests.
 """
@@ -37,7 +37,10 @@ BATCHES: dict[str, list[dict[str, Any]]] = {
 
 
 def rows_of(options: list[dict[str, Any]]) -> list[SampleRequest]:
-    """Returns rows with histories of 0 to 3 tokens, for a penalty window of 3."""
+    """Returns a sampling request for each of `options`, with a penalty window of 3 tokens.
+
+    Request n has a history of n tokens, n from 0 to 3.
+    """
     return [
         SampleRequest(Options(**each), 7 + n, n, (4, 1, 4)[:n]) for n, each in enumerate(options)
     ]
@@ -127,7 +130,7 @@ def test_logprobs_of_each_row_in_a_batch() -> None:
     ids=["no stop", "inside a token", "over two tokens", "at once", "over three tokens"],
 )
 def test_logprobs_with_stop(pieces: list[str], stop: str, sent: int, text: str) -> None:
-    """The step that samples an id sends its log-probability, even if the text is held back."""
+    """The step that samples an id sends the id's log-probability, even if its text is held back."""
     options = Options(logprobs=True, stop=(stop,))
     sequence = Sequence(bytes(16), 1, (1,), options, 0, max_tokens=len(pieces))
 

@@ -1,4 +1,4 @@
-"""The sampler: Ollama's cases by name, an oracle in numpy, and rows in any batch."""
+"""Tests the sampler against Ollama's cases and an oracle in numpy, and rows in any batch."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ draws = st.builds(
 
 
 def random_logits(rows: int, salt: int, size: int = 20) -> np.ndarray:
-    """Returns coarse values, so that ties are common."""
+    """Returns random logits [rows, size], rounded to quarters so that ties are common."""
     noise = np.random.default_rng(salt).standard_normal((rows, size)) * 2
     return (np.round(noise * 4) / 4).astype(np.float32)
 
@@ -268,7 +268,10 @@ def test_equals_an_oracle_in_numpy(row: SampleRequest, salt: int, allowed: set[i
 
 
 def oracle(logits: np.ndarray, row: SampleRequest, allowed: np.ndarray) -> tuple[int, float]:
-    """Returns the expected token in float64, and the distance by which it wins."""
+    """Returns the token expected from float64 arithmetic, and the margin of the decision.
+
+    The margin is the distance to the second-best score, or to the bound of top-p if that is nearer.
+    """
     o = row.options
     x = np.where(allowed, penalised(logits.astype(np.float64), row), -np.inf)
     if o.temperature == 0:

@@ -28,9 +28,10 @@ def sequence(prompt: int = 10, ids: int = 0, max_tokens: int = 10) -> Sequence:
 
 @dataclass
 class Memory:
-    """A fake prefix cache that only counts its blocks; no row shares them.
+    """A fake prefix cache that only counts its blocks, and shares none with KV rows.
 
-    `begun_from`: the blocks of prefixes from which running rows began.
+    `begun_from`: the number of blocks of cached prefixes from which running rows were filled.
+    `idle`: the number of blocks of prefixes that are not in use.
     """
 
     idle: int = 0
@@ -170,7 +171,7 @@ def test_a_refusal_has_the_numbers() -> None:
 def test_beside_others_nobody_gets_more_than_there_is(
     calls: list[tuple[str, int]], cached: int, capacity: int
 ) -> None:
-    """The blocks of rows and of the prefix cache never exceed the capacity."""
+    """The rows and the prefix cache together never use more blocks than the capacity."""
     memory = Memory(idle=min(cached, capacity))
     blocks = BlockManager(memory, capacity)
     rows = [sequence(100 * number + 1, max_tokens=3000) for number in range(6)]

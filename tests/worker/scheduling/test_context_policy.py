@@ -1,4 +1,4 @@
-"""Tests which tokens leave a full context: the numbers of the reference suite, and properties."""
+"""Tests which tokens leave a full context: reference cases, and random contexts."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_blocks_are_bounded_by_the_context_of_the_request() -> None:
 
 
 def test_no_pass_is_submitted_ahead_of_a_shift() -> None:
-    """No pass follows a token in flight that may cause a shift."""
+    """No further pass is submitted while a token in flight may cause a shift."""
     seq = shifted(8, 2, 5, 2)
     seq.phase, seq.submitted, seq.awaited = Phase.RUNNING, 7, 1
 

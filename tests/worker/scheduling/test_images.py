@@ -1,4 +1,4 @@
-"""Tests images at a context shift and in the spans of a step: each moves as a whole."""
+"""Tests images at a context shift and in the spans of a step: an image is never divided."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_penalties_count_no_images() -> None:
 def test_penalties_count_no_images_that_a_shift_has_discarded() -> None:
     """If a stream is resumed after a shift, its prompt still has the slots of a discarded image.
 
-    The slots are no tokens, so penalties skip them.
+    The slots are not tokens, so penalties ignore them.
     """
     image = span(2, 5)
     seq = sequence(10, image, shift=ContextShift(28, 2, (image,)))

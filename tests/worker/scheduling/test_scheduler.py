@@ -334,9 +334,9 @@ def test_runs_are_cut_so_that_the_others_of_a_step_hardly_notice() -> None:
 
 
 def test_runs_fill_a_pass_no_further_than_its_bound() -> None:
-    """Runs of forced tokens share the inputs that are left in a pass.
+    """Runs of forced tokens get the inputs of a pass that other rows leave unused.
 
-    If none are left, each run continues by one token.
+    If there are no such inputs, each run continues by one token.
     """
     limits, rows = replace(LIMITS, run_lines=16), [decoding() for _ in range(5)]
     assert [span.count for span in plan([*rows, reading_a_run(40)], limits).spans] == [1] * 5 + [11]
@@ -361,7 +361,7 @@ def test_a_held_sequence_sits_the_step_out() -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """A predicted time that grows with everything that a pass computes."""
+    """A cost model: predicted seconds for each line, for each key, and for each pair of both."""
 
     line: float
     key: float

@@ -24,9 +24,10 @@ from mlxpool.worker.scheduling.step_cost import (
 
 @dataclass(frozen=True)
 class Machine:
-    """A simulated machine: a pass costs `base` seconds, and more for its work.
+    """A simulated machine: a pass takes `base` seconds, and more seconds for its work.
 
-    `line` is the cost of an input, `key` of a key, `pair` of a pair of both, `drawn` of a draw.
+    `line`: seconds for each input. `key`: for each key. `pair`: for each pair of an input and a
+    key. `drawn`: for each drawn token.
     """
 
     base: float
@@ -115,7 +116,7 @@ def test_nothing_is_predicted_before_the_first_passes() -> None:
 
 
 def test_what_was_observed_meanwhile_counts_in_the_next_prediction() -> None:
-    """All observed passes count, however many there were since the last prediction."""
+    """All passes since the last prediction count in the next prediction, however many they are."""
     cost = StepCost()
     for count, seconds in ((3, 0.02), (2 * OBSERVATIONS, 0.04), (2 * OBSERVATIONS, 0.01)):
         for _ in range(count):
@@ -143,7 +144,7 @@ def test_many_decode_steps_do_not_push_out_what_is_known_of_prompts() -> None:
 
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
 def test_loads_that_are_all_alike_give_a_finite_prediction(kind: str) -> None:
-    """In all passes the numbers of inputs, keys and drawn tokens are multiples of each other."""
+    """In all passes the numbers of inputs, keys and drawn tokens are proportional to each other."""
     cost = StepCost()
     for number in range(100):
         rows = 1 + number % 8

@@ -1,4 +1,4 @@
-"""Tests the choice of a drafter for each row: the one with the most right drafts expected."""
+"""Tests the choice of a drafter for each row: the drafter that promises the most right drafts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def sequence() -> Sequence:
 def three() -> tuple[KnownDrafter, KnownDrafter, KnownDrafter, BestDrafter]:
     """Returns three drafters, and the BestDrafter of them.
 
-    The first takes no time, the second counts in the step's time, the third predicts its time.
+    The first drafter takes no time. The second drafter's time is part of the step's time. The third
+    drafter predicts its time.
     """
     free, head, model = KnownDrafter("ngram", 1), KnownDrafter("mtp", 2), KnownDrafter("draft", 3)
     model.takes = 0.5
@@ -109,7 +110,7 @@ def test_each_row_has_drafts_of_the_one_that_goes_furthest() -> None:
 
 
 def test_of_equal_drafts_those_of_the_first_are_taken() -> None:
-    """The first drafter takes no time, so others are only used if more drafts should be right."""
+    """The first drafter takes no time; others are used only if they promise more right drafts."""
     free, head, model, drafter = three()
     seq = sequence()
     free.known = head.known = model.known = {seq: (0.5, 0.5)}

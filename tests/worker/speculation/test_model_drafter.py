@@ -100,7 +100,7 @@ class CountingDraft:
 
 
 class Scene:
-    """A drafter and its engine."""
+    """A ModelDrafter with a CountingDraft as its engine."""
 
     def __init__(self) -> None:
         self.engine = CountingDraft()
@@ -284,7 +284,7 @@ def test_what_is_kept_of_a_sequence_goes_with_it() -> None:
 
 @given(seed=st.integers(0, 2**32))
 def test_drafts_follow_the_newest_token_of_every_stream(seed: int) -> None:
-    """Tests any numbers of accepted drafts and of streams, and rows that the draft model loses."""
+    """Tests drafts of any number of streams and accepted drafts, also after evictions of rows."""
     draw, scene = random.Random(seed), Scene()
     rows = [sequence(100 * number, draw.randrange(1, 60)) for number in range(1, 6)]
     for _ in range(20):

@@ -120,7 +120,7 @@ def test_a_resumed_answer_has_the_drafts_of_one_that_went_on() -> None:
 def test_drafts_stand_behind_the_same_tokens(
     prompt: list[int], ids: list[int], steps: list[int]
 ) -> None:
-    """Tokens are appended in groups of any size; drafts repeat tokens of the stream.
+    """Drafts begin with a token of the stream, also if its tokens are appended in groups.
 
     If there are no drafts, the newest tokens occur nowhere before. Chances are between 0 and 1.
     """

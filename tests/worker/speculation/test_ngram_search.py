@@ -22,14 +22,14 @@ PARTS = st.lists(FEW | WIDE, max_size=4)
 
 
 def matched(tokens: list[int], place: int) -> int:
-    """Returns how many tokens before `place` equal the newest tokens, at most MAX_MATCH."""
+    """Returns the length of the common end of tokens[:place] and tokens, at most MAX_MATCH."""
     most = min(place, MAX_MATCH)
     same = [tokens[place - 1 - at] == tokens[len(tokens) - 1 - at] for at in range(most)]
     return same.index(False) if False in same else most
 
 
 def longest(tokens: list[int]) -> tuple[int, int]:
-    """The expected result of `longest_match`."""
+    """Returns the expected result of `longest_match`: the match's position and length."""
     places = [at for at in range(MIN_MATCH, len(tokens)) if matched(tokens, at) >= MIN_MATCH]
     if not places:
         return NOWHERE, 0

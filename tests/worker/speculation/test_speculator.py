@@ -1,4 +1,4 @@
-"""Tests the choice of rows that check drafts: only if drafts save time, within all bounds."""
+"""Tests the choice of rows that check drafts: drafts must save time and keep all bounds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class Clock:
 
 
 class SureDrafter:
-    """A drafter that proposes token 7, with the chance `chance`; `takes`: seconds for a row."""
+    """A drafter that proposes token 7; each draft has the chance `chance` to be right.
+
+    `takes`: the seconds of each call of `follow`.
+    """
 
     name = "sure"
 
@@ -171,7 +174,7 @@ def test_now_and_then_a_step_without_drafts_shows_what_it_costs() -> None:
 
 
 def test_drafts_end_when_they_turn_out_to_cost_more_than_they_give() -> None:
-    """Drafts are tried again now and then, and continue if they save time by then."""
+    """Steps without drafts still try drafts now and then, and drafts resume once they save time."""
     scene = Scene(4, 0.9, lambda checked, drafts: 0.0025 * drafts)
     draft_counts = scene.run(256)
     assert 0 < sum(map(bool, draft_counts)) <= 6 and max(draft_counts) <= 4 * FIRST_DRAFTS
@@ -217,7 +220,7 @@ def test_a_trial_comes_when_its_cost_is_a_small_share_of_the_steps(line: float, 
 
 
 def test_where_steps_wait_for_drafts_a_search_looks_at_all_rows() -> None:
-    """A step with drafts takes one plain step longer, so drafts pay only if several rows have them.
+    """A step with drafts takes as long as two plain steps, so only drafts of several rows pay.
 
     So a search looks at all rows, although the bound on search time alone would allow one row.
     """
@@ -240,7 +243,7 @@ def test_steps_without_drafts_are_measured_before_the_first_ones(rows: int) -> N
 
 
 def test_a_slow_first_step_of_many_drafts_does_not_forbid_fewer_for_ever() -> None:
-    """The first step with drafts is slow, with 120 drafts; later steps with as many drafts pay.
+    """The first step with drafts is slow and has 120 drafts; later steps of this size save time.
 
     With only four drafts for each of the eight rows the gain would be too small.
     """
@@ -289,9 +292,9 @@ def test_a_share_of_what_drafts_gain_is_saved_for_searches() -> None:
 
 
 def test_a_long_search_beside_drafts_is_paid_for() -> None:
-    """A row is added whose search takes the time of ten steps, to a batch with useful drafts.
+    """A row whose search takes the time of ten steps joins a batch with useful drafts.
 
-    The time that the other rows' drafts save allows the search once or twice in 500 steps.
+    The time that the other rows' drafts save pays for one or two such searches in 500 steps.
     """
     scene = Scene(2, 0.95)
     scene.run(50)
@@ -343,7 +346,10 @@ def test_drafts_that_take_longer_to_make_are_fewer(drafting: float, depths: tupl
 
 
 def test_the_time_of_drafts_that_none_predicts_is_part_of_the_step() -> None:
-    """The time counts as a cost of the drafts, which stop if they save no time."""
+    """If a drafter predicts no time, the time to make drafts counts in the step's time.
+
+    So drafts stop if they cost more time than they save.
+    """
     scene = Scene(1, 0.8)
     scene.drafter.drafting, scene.drafter.predicts = 0.003, False
     scene.run(100)
@@ -408,7 +414,7 @@ def test_most_steps_pass_by_where_no_draft_pays() -> None:
 
 
 def test_drafts_that_were_waited_for_in_vain_are_not_wanted_for_a_while() -> None:
-    """Passes in flight were collected for drafts, but gave other tokens than the drafts expected.
+    """A step waited for passes in flight in order to make drafts, but then had no useful drafts.
 
     Each such failure doubles the number of steps until the next attempt.
     """

@@ -66,8 +66,8 @@ def test_a_step_whose_time_is_not_that_of_its_kind_changes_nothing() -> None:
 def test_costs_of_numbers_of_drafts_are_learned_and_lie_between_those_measured() -> None:
     """Between measured numbers of drafts the cost is interpolated.
 
-    Each draft beyond the largest measured number costs the mean of the measured drafts or, if
-    passes are submitted ahead, what the cost model predicts for one more input.
+    Each draft beyond the largest measured number costs the mean of the measured drafts. If passes
+    are submitted ahead, it costs the cost model's prediction for one more input instead.
     """
     for ahead, further in ((False, 0.0265), (True, 0.025)):
         times = StepTimes(ahead=ahead)
@@ -83,7 +83,10 @@ def test_costs_of_numbers_of_drafts_are_learned_and_lie_between_those_measured()
 
 
 def test_numbers_of_rows_are_apart() -> None:
-    """Each power of two is measured separately: one row's cost does not predict that of eight."""
+    """Each power of two of rows is measured separately.
+
+    The cost of one row does not predict the cost of eight rows.
+    """
     times = StepTimes()
     for rows in (1, 8):
         times.observe(rows, 0, STEP)

@@ -1,4 +1,4 @@
-"""Steps use the cores that neither long work nor other processes use."""
+"""Tests that steps use only the cores that long preparations and other processes leave free."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from support.worker_checkpoints import write_checkpoint
 
 @dataclass
 class Fake:
-    """A library whose number of threads is `now`; `told` gets each number that is set."""
+    """A fake BLAS library: `now` is its number of threads, `told` has all numbers that were set."""
 
     now: int = 4
     told: list[int] = field(default_factory=list)
@@ -150,7 +150,10 @@ def test_thread_count(most: int, here: int, others: float, count: int) -> None:
 
 
 class Seen:
-    """A simulated machine, on which other processes use `others` cores."""
+    """A simulated machine with other processes, which use `others` cores.
+
+    A call returns the processor use that CpuThreads measures.
+    """
 
     def __init__(self, fake: Fake) -> None:
         self.fake, self.at, self.others, self.all, self.own = fake, 50.0, 0.0, 7.0, 1.0
@@ -174,7 +177,7 @@ class Seen:
 
 
 def four_cores(others: float) -> tuple[Fake, Seen, CpuThreads]:
-    """Returns the thread control of a machine with four cores, and its fakes.
+    """Returns a fake library, a fake machine with four cores, and the CpuThreads that use both.
 
     Other processes use `others` cores from the first measurement on.
     """
@@ -290,7 +293,7 @@ def test_the_time_of_all_includes_this_process() -> None:
 
 
 class OnCpu(CountingEngine):
-    """A counting engine that claims to compute on the CPU."""
+    """A CountingEngine whose `yields_cores` is `yields`, as if it computed on the CPU."""
 
     yields = True
 
@@ -303,7 +306,7 @@ class OnCpu(CountingEngine):
 def test_a_worker_adjusts_threads_before_its_steps(
     yields: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `yields` false the engine keeps its threads, see Engine.yields_cores."""
+    """A worker of an engine whose `yields_cores` is false never changes its number of threads."""
     fake = Fake(2)
     threads = CpuThreads(fake, 2)
     monkeypatch.setattr("mlxpool.worker.compute.thread.process_cpu_threads", lambda: threads)

@@ -1,4 +1,7 @@
-"""Tests files that a load stores for later loads: one key each, complete or missing."""
+"""Tests the files that a load stores for later loads.
+
+A file is read only with its own key, and is either complete or missing.
+"""
 
 from __future__ import annotations
 

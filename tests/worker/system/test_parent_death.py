@@ -1,4 +1,4 @@
-"""How a worker process ends with its parent, and its stack dumps; on real processes."""
+"""Tests that a worker process ends with its parent, and its stack dumps, on real processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def struck(worker: WorkerProcess) -> bool:
 
 @pytest.mark.parametrize(("fault", "words"), [("gil", "_sleep_in"), ("lock", "_lock")])
 def test_a_stuck_worker_shows_its_stacks(tmp_path: Path, fault: str, words: str) -> None:
-    """The dump works even with the fault `gil`, which stops all Python code of the process."""
+    """The stack dump works even with the fault `gil`, which stops all Python code of a process."""
     with WorkerProcess(tmp_path, fault=fault, fault_at=2) as worker:
         worker.welcome(1)
         worker.work(1, max_tokens=9)
@@ -49,7 +49,7 @@ def test_sigterm_ends_a_worker_whose_compute_thread_is_stuck(tmp_path: Path, fau
 
 @pytest.mark.parametrize("place", ["decode", "accept"])
 def test_the_end_of_stdin_ends_a_worker_even_a_stuck_one(tmp_path: Path, place: str) -> None:
-    """The worker ends with its stdin, also if its main thread hangs (the fault in `accept`)."""
+    """A worker ends when its stdin is closed, even if its main thread hangs (fault in `accept`)."""
     with WorkerProcess(tmp_path, fault="lock", fault_in=place) as worker:
         worker.welcome(1)
         worker.work(1)

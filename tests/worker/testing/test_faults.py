@@ -375,7 +375,7 @@ FRAMES = 8
 
 
 def frames(worker: WorkerProcess, count: int) -> list[tuple[str, int, int]]:
-    """Returns kind, epoch and pos of the next frames that carry deltas, garbage included."""
+    """Returns kind, epoch and pos of the next `count` frames with deltas or garbage."""
     received: list[tuple[str, int, int]] = []
     while len(received) < count:
         assert worker.router.poll(int(PATIENCE * 1000))

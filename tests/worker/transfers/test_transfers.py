@@ -36,7 +36,7 @@ def test_it_works() -> None:
 
 @pytest.mark.parametrize("size", [1, 4096])
 def test_uploads_have_the_numbers_of_the_host(size: int) -> None:
-    """Also tests arrays larger than the reused memory, and a pass that is not evaluated yet."""
+    """Uploaded arrays equal the host's arrays, even if they are larger than the reused memory."""
     uploads = Uploads(size)
     for _ in range(2 * SETS):
         uploads.begin()
@@ -121,9 +121,9 @@ def test_numbers_are_there_when_the_device_has_written_them() -> None:
 
 
 def test_memory_that_is_freed_is_not_kept_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When memory is freed, the driver is told that it may leave the host.
+    """When memory is freed, the driver's advice to keep this memory on the host is withdrawn.
 
-    MLX uses it again for operations, which would otherwise read it over the bus.
+    MLX reuses the memory for operations, which would otherwise read it over the bus.
     """
     advised: list[tuple[int, int, int]] = []
 

@@ -53,7 +53,7 @@ def test_tensors_are_read_in_pieces(file: Path, monkeypatch: pytest.MonkeyPatch)
 def test_parts_are_read_in_pieces(
     file: Path, monkeypatch: pytest.MonkeyPatch, axis: int, runs: int
 ) -> None:
-    """Pieces may begin and end anywhere in a row, as may each thread's share of a piece."""
+    """Pieces, and the parts of a piece that threads read, may begin and end inside a row."""
     monkeypatch.setattr(device_reads, "PIECE_BYTES", SMALL_PIECE)
     monkeypatch.setattr(cut_reads, "RUN_BYTES", runs)
     monkeypatch.setattr(cut_reads, "BUFFER_BYTES", 2 * 200 + 1)

@@ -1,4 +1,7 @@
-"""Files that downloads and other systems leave in a model's folder are ignored or named only."""
+"""Tests leftovers of downloads and other systems in a model's folder.
+
+Leftovers are ignored, named in a message, or refused.
+"""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ def refusal(name: str = NAME) -> str:
 def quantised_layer(
     store: Store, metadata: dict[str, str], parts: list[tuple[str, str, list[int], int]]
 ) -> dict[str, Any]:
-    """Returns the layer UP with zeros.
+    """Stores a blob with the tensors of the layer UP, all zeros; returns the manifest's layer.
 
-    A part is (name, dtype, shape, bytes of a number).
+    `parts`: (name, dtype, shape, bytes of a number) of each tensor.
     """
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0

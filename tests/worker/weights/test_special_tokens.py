@@ -56,7 +56,7 @@ def test_an_eos_token_in_the_vocabulary_and_one_that_is_unknown(tmp_path: Path) 
 
 
 def test_an_eos_token_that_the_tokenizers_settings_add(tmp_path: Path) -> None:
-    """If tokenizer.json also lists the token, its id in tokenizer.json counts."""
+    """If tokenizer.json also lists the added token, its id in tokenizer.json is used."""
     listed = {"eos_token": "<end>", "added_tokens_decoder": {"9": {"content": "<end>"}}}
     assert eos(tmp_path, tokenizer={}, tokenizer_config=listed) == {9}
     here = {"added_tokens": [{"id": 8, "content": "<end>"}]}
@@ -74,7 +74,7 @@ def notes(path: Path, config: Any = None, **files: Any) -> str:
 
 
 def test_files_that_agree_have_no_notes(tmp_path: Path) -> None:
-    """Files agree if one of two end tokens is also the end token of the tokenizer's files.
+    """There is no warning if one of the end tokens is the end token of the tokenizer's files.
 
     Qwen's files are like this.
     """

@@ -1,4 +1,4 @@
-"""Parts of quantised weights are found under all names that files give them."""
+"""The scales and biases of quantised weights are found under all names that files use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ STORE_NAMES = {"scales": "weight.scale", "biases": "weight.bias"}
 
 
 def quantised(path: Path, names: dict[str, str], biases: bool = True) -> Path:
-    """A model whose layers have biases; UP is quantised. `names`: names of UP's parts."""
+    """Writes a model whose layers have biases, with quantised weights UP; returns its folder.
+
+    `names`: the names of the scales and biases of UP. `biases`: UP has quantisation biases.
+    """
     settings: dict[str, Any] = {"mlp_bias": True}
     weights = random_weights(config(**settings))
     packed, scales, offsets = mx.quantize(mx.array(weights[f"{UP}.weight"]), 32, 4)

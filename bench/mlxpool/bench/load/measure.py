@@ -119,9 +119,9 @@ def rows(
 def _notes(samples_of: Mapping[str, Sequence[Sequence[Sample]]]) -> Iterator[str]:
     """Yields notes about the requests and tokens of each contestant.
 
-    One note has the number of failed requests. Another says that each event of a stream counts as
-    one token, if the server reports no usage, or else how many tokens a piece of a stream has, if
-    this is more than one.
+    One note has the number of failed requests. If the server reports no usage, a second note says
+    that each event of a stream is counted as one token. If the server reports usage, and the pieces
+    of its streams have more than one token on average, the second note has this average.
     """
     for name, loads in samples_of.items():
         samples = [sample for load in loads for sample in load]

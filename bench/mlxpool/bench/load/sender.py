@@ -1,6 +1,6 @@
 """A process that sends a part of a load on schedule, independently of the answers (open loop).
 
-python -m mlxpool.bench.load.sender # in: a Job as JSON; out: the Samples of its share
+python -m mlxpool.bench.load.sender # in: a Job as JSON; out: its Samples
 
 The process prints `ready`, then reads the start time of the load, in seconds of the monotonic
 clock. It ends when its standard input ends.
@@ -71,7 +71,8 @@ async def run(job: Job) -> list[Sample]:
 async def sample_of(send: Send, request: Request, begin: float, *, exact: bool) -> Sample:
     """Sends a request when it is due; returns its sample.
 
-    `exact`: an answer with another number of tokens than requested is counted as failed.
+    `begin`: the start of the load, in seconds of the monotonic clock. `exact`: an answer with
+    another number of tokens than requested is counted as failed.
     """
     await asyncio.sleep(max(0.0, begin + request.due - time.monotonic()))
     answer = Answer(begin, len(request.prompt))

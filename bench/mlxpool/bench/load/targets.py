@@ -36,7 +36,7 @@ class Target(Struct, frozen=True):
 
 
 class Answer(Struct):
-    """The received part of an answer. `begin`: the monotonic time from which its times count."""
+    """The received part of an answer. Its times are seconds after the monotonic time `begin`."""
 
     begin: float
     prompt_tokens: int

@@ -1,5 +1,7 @@
 """Makes loads to compare routing policies: requests whose prompts share beginnings.
 
+A drawn load has `count` chats, agents or independent requests; `rate` of them start each second.
+
 A request comes at a given time, or some seconds after the end of another request. The next turn of
 a chat, for example, is sent after the user has read the last answer, and an agent sends its next
 call after the answer to its last one.
@@ -152,8 +154,8 @@ SYNTHETIC: tuple[Callable[[int], Load], ...] = (
 def recorded(path: Path, *, most: int = 2000) -> Load:
     """Reads a recorded load: JSON lines with timestamp (ms), input_length, output_length, hash_ids.
 
-    A hash is the key of a block of BLOCK tokens; equal hashes are equal blocks with equal
-    beginnings. This is the form of Mooncake's published traces. Raises ValueError naming the line.
+    Each hash stands for BLOCK tokens of the prompt and all tokens before them. Mooncake's published
+    traces have this form. Reads at most `most` requests. Raises ValueError naming the line.
     """
     load = Load(path.name)
     with path.open() as lines:

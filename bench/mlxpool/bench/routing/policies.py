@@ -227,9 +227,9 @@ def _pieces(prompt: tuple[Segment, ...]) -> PromptPieces:
 
 @cache
 def _message(segment: Segment) -> dict[str, str]:
-    """Returns a chat message for a segment, for which the broker estimates its number of tokens.
+    """Returns a chat message for a segment; equal segments have equal messages.
 
-    Equal segments have equal messages.
+    The broker's estimate of the message's tokens is the segment's number of tokens.
     """
     name, count = segment
     role = "assistant" if " answer " in name else "user"

@@ -16,8 +16,8 @@ CACHE_BLOCK = 32  # tokens
 class Machine(Struct, frozen=True):
     """The speed and the sizes of a worker.
 
-    A step takes `prompt_ms` for each prompt token, `step_ms` for its rows together and `row_ms` for
-    each row.
+    A step takes `prompt_ms` for each prompt token that it reads. If rows decode, it also takes
+    `step_ms`, and `row_ms` for each of these rows.
     """
 
     batch: int = 8

@@ -18,9 +18,10 @@ COMES, STEPS = 0, 1
 class Outcome(Struct, frozen=True):
     """The outcome of a load. `read`: the number of prompt tokens that the workers computed.
 
-    `unique`: the number that a single worker with an endless cache would compute. Times of first
-    tokens are milliseconds since the arrival of the request. `processor_s` is the processor time of
-    the workers; a simulated worker uses it while it computes a step.
+    `unique`: the number of prompt tokens that a single worker with an endless cache would compute.
+    `first_median` and `first_p99` are milliseconds from a request's arrival to its first token.
+    `processor_s`: seconds of processor time of the workers; for simulated workers, the time of
+    their steps.
     """
 
     read: int
@@ -37,7 +38,8 @@ class Outcome(Struct, frozen=True):
     ) -> Outcome:
         """Returns the outcome of a whole load.
 
-        `firsts` are the milliseconds to the first tokens.
+        `read`: prompt tokens that the workers computed. `seconds`: the duration of the load.
+        `firsts`: milliseconds to the first token of each request.
         """
         tokens = sum(call.output for call in load.calls)
         median, late = percentile(firsts, 50), percentile(firsts, 99)

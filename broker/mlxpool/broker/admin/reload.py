@@ -162,13 +162,13 @@ class Target(Protocol):
     """The parts of the broker that a reload changes besides the core."""
 
     def model_of(self, name: str) -> str:
-        """Returns the name under which the model of `name` runs."""
+        """Returns the name under which the pool runs the model `name`, which may be an alias."""
 
     def use(self, config: PoolConfig) -> dict[str, str]:
         """Applies limits and keys. Returns a map of the revoked keys: public key -> name."""
 
     def use_models(self, models: Mapping[str, ModelConfig]) -> None:
-        """Takes over the models of the new settings; their files are scanned again."""
+        """Replaces the settings of all models, and scans the models' files again."""
 
     def disconnect_user(self, user: str, now: float) -> None:
         """Ends every connection whose handshake had this user id."""

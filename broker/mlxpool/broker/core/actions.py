@@ -63,8 +63,8 @@ class DumpStacks(Struct, frozen=True):
 class JobSetBack(Struct, frozen=True):
     """Reports to the job manager that a worker which ran a job was lost.
 
-    The core then continues the job's run in another worker, or ends it with an error. `charge` is
-    the job's share of the blame for lost workers, see blame.py. `cause` is a sentence.
+    The core then continues the job's run in another worker, or ends it with an error. `charge`: the
+    sum of the job's blame for lost workers, 0 to 1 for each (blame.py). `cause` is a sentence.
     """
 
     id: bytes

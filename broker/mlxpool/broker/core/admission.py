@@ -329,11 +329,10 @@ def _bound_factor(message: Generate) -> int:
 
 
 def _places(message: Generate) -> int:
-    """Returns how many requests a message counts as.
+    """Returns the number of requests that a message adds when it is checked against a limit.
 
-    If a client asks for `n` choices, the first choice counts for all, so that they are refused
-    together. The later choices are checked one by one, because other requests may come between
-    them.
+    The first of `n` choices is checked as `n` requests, so that all choices are refused together.
+    Each later choice is checked again as one request, because other requests may have come since.
     """
     choice = message.choice
     return choice.of if choice is not None and choice.index == 0 and not message.resume_ids else 1

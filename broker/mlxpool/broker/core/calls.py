@@ -85,8 +85,8 @@ class Calls(Struct, eq=False):
     def _keep(self, message: Keep | PoolError, now: float) -> int:
         """Sets the time for which an idle model stays loaded, as a client asks.
 
-        Returns the time in milliseconds. Raises PoolError. `allowed_keep` has the bounds of the
-        time.
+        Returns the time in milliseconds, within the bounds of `allowed_keep`. Raises PoolError if
+        the message is invalid or the model is unavailable.
         """
         if isinstance(message, PoolError):
             raise message
@@ -122,7 +122,10 @@ class Calls(Struct, eq=False):
         )
 
     def start_job(self, event: ev.StartJob, message: ModelCall, now: float) -> None:
-        """Queues the call of a job; its answer goes to JOBS_LINK. Raises PoolError."""
+        """Queues the call of a job; its answer goes to JOBS_LINK.
+
+        Raises PoolError if the model cannot answer the call now, or if an open call has its id.
+        """
         if event.id in self._state.calls:
             raise DuplicateId(f"an open call has the id of the job {event.id.hex()}")
         model = self._checked(message, now)
@@ -145,7 +148,7 @@ class Calls(Struct, eq=False):
         return model
 
     def _add(self, model: Model, call: Call, now: float) -> None:
-        """Queues a call at its model. Raises QueueFull."""
+        """Queues a call at its model. Raises QueueFull if the model has too many open calls."""
         self._check_bounds(model, call)
         self._state.add_call(call)
         model.calls.add(call)
@@ -156,7 +159,7 @@ class Calls(Struct, eq=False):
         self._pool.update_idle_timer(model, now)
 
     def _redirect(self, event: ev.ClientModelCall, message: ModelCall) -> bool:
-        """Sends the answer of a known call to the link of this attempt.
+        """Makes the answer of a known call go to the link of this attempt.
 
         Returns False for a new call.
 
@@ -233,7 +236,7 @@ class Calls(Struct, eq=False):
     def cancel(self, call: Call, now: float, error: PoolError | None = None) -> None:
         """Ends a call with an error, or without an answer, and cancels it in its worker.
 
-        The job manager gets a message for each end.
+        The job manager gets a message for the end of each job's call, with or without an error.
         """
         silent = Done("cancelled") if call.link == JOBS_LINK else None
         self._answer(call, silent if error is None else Failed.of(error))
@@ -258,7 +261,7 @@ class Calls(Struct, eq=False):
         """Queues the calls of a lost worker again, or fails them.
 
         A call fails if it is to blame for the loss, or if too many workers were lost while they had
-        this call. `shares`: the blame of each call for the loss, by call id, see blame.py.
+        this call. `shares`: the blame of each call for the loss, 0 to 1, by call id (blame.py).
         """
         model = self._state.model_of_worker(worker)
         lost = sorted((self._state.calls[id] for id in worker.calls), key=lambda c: c.accepted_at)
@@ -289,11 +292,12 @@ class Calls(Struct, eq=False):
 
 
 def allowed_keep(asked_ms: int, usual: float, longest: float) -> float:
-    """Returns the seconds for which an idle model stays loaded. A negative time means no limit.
+    """Returns the seconds for which an idle model stays loaded, at the request of a client.
 
-    `asked_ms`: the milliseconds for which a client asks. `usual`: the seconds of the model's
-    keep_alive; a keep_alive without limit cannot be shortened. A client gets at most `longest`
-    seconds, or `usual` if that is more. Negative values mean no limit.
+    `asked_ms`: the requested milliseconds. `usual`: the model's keep_alive in seconds. `longest`:
+    the most seconds that a client may request. For each of these times, and for the result, a
+    negative value means no limit. A client can always request up to `usual`, and it cannot shorten
+    a keep_alive without limit.
     """
     if usual < 0:
         return usual

@@ -65,8 +65,8 @@ class Delivery(Struct, eq=False):
     def set_timer(self, request: Request) -> None:
         """Sets a request's timer to its first deadline.
 
-        If its reader has not acknowledged a full window, the limit of the wait for an ack counts
-        too.
+        While the reader's flow-control window is full, the limit of the wait for an ack is one of
+        the deadlines.
         """
         at = min(request.deadline, request.queue_deadline, request.first_token_deadline)
         if since := request.reader.blocked_since:

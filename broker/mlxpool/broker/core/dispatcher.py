@@ -129,10 +129,10 @@ class Dispatcher(Struct, eq=False):
         return [worker for worker in workers if worker is not reserved]
 
     def _fail_incompatible(self, model: Model, now: float) -> None:
-        """Fails the waiting streams that began with other weights than all ready workers have.
+        """Fails the waiting streams that began with weights which no ready worker has.
 
-        No ready worker can resume them. Thousands of streams may wait, so each is compared only
-        once with the same ready workers.
+        Only a worker with the same weights can resume a stream. Thousands of streams may wait, so
+        each is compared only once with the same ready workers.
         """
         if not model.queue.begun or not model.stable:
             return
@@ -260,10 +260,11 @@ def _choose(
 
 
 def _behind_bound(model: Model, workers: Sequence[Worker]) -> tuple[Request, Worker] | None:
-    """Returns the first request that a worker can take now, and the worker; None if there is none.
+    """Returns the first fresh request that a worker can run now, and the worker; None without one.
 
-    Used if the requests before it must wait. One of several choices waits for the worker that runs
-    the other choices. A stream waits for a worker with the weights that it began with.
+    Called if the first request of the queue must wait for a certain worker. One of several choices
+    waits for the worker that runs the other choices. A stream that has begun waits for a worker
+    with the same weights.
     """
     if not any(worker.credit() for worker in workers):
         return None
@@ -285,8 +286,8 @@ def _behind_bound(model: Model, workers: Sequence[Worker]) -> tuple[Request, Wor
 def work_of(request: Request, deadline_ms: int) -> Work:
     """Returns the `work` message of a request.
 
-    If another worker had the request before, the message has a `resume`: the ids that this worker
-    sent, and the data about its model (facts).
+    If the run already has output, the message has a `resume`: the ids received so far, and the data
+    about the first worker's model (facts).
     """
     message, run, resume = request.message, request.run, None
     if run.ids or run.facts is not None:
@@ -361,7 +362,7 @@ class PlaceSharing(Struct, eq=False):
     def _held(self, serving: list[Worker]) -> tuple[list[Held], dict[int, int]]:
         """Returns the runs of workers, and the number of free places (batch slots) of each worker.
 
-        Places whose runs are being stopped count as free.
+        Places whose runs are being stopped are counted as free.
         """
         held: list[Held] = []
         coming: dict[int, int] = {}

@@ -29,10 +29,10 @@ class Bulk(Struct, eq=False):
     """A set of streams and calls that end for one reason, a few in each event.
 
     `newest`: the number of the newest request when the set was made. A later request with an id of
-    the set does not end. `ends` and `ends_call` are asked just before a stream or call would end
-    whether it has to end, because its id may belong to another client by then. `error` returns the
-    error for a stream or call; if `error` is None, all are cancelled. `then` is called after the
-    last stream or call.
+    the set does not end. Just before a stream or call would end, `ends` or `ends_call` returns
+    whether it must still end, because its id may belong to another client by then. `error` returns
+    the error for a stream or call; if `error` is None, all are cancelled. `then` is called after
+    the last stream or call.
     """
 
     streams: deque[bytes]
@@ -49,8 +49,8 @@ class BulkEndings:
 
     Bulks take turns, so that a small bulk does not wait for a large one.
 
-    Streams and calls go on until their turn: a worker may end them, another event may fail them,
-    and a client may send them again on a new link.
+    Until a stream or call is ended, it continues to run: a worker may complete it, another event
+    may fail it, and its client may send it again on a new link.
     """
 
     def __init__(self, state: State, delivery: Delivery, calls: Calls) -> None:
@@ -61,7 +61,7 @@ class BulkEndings:
         self._may_end = MAX_ENDED  # streams and calls ended in the current event
 
     def __len__(self) -> int:
-        """Returns the number of bulks with streams or calls that have not had their turn."""
+        """Returns the number of bulks with streams or calls that were not yet examined."""
         return len(self._bulks)
 
     def open(self) -> None:
@@ -79,9 +79,10 @@ class BulkEndings:
         error: Callable[[Request | Call], PoolError] | None = None,
         then: Callable[[float], None] = lambda now: None,
     ) -> None:
-        """Plans the end of streams and calls, given by their ids; see Bulk.
+        """Plans the end of streams and calls, given by their ids.
 
-        They end from the next `Wake` on: first the streams that workers run, last the calls.
+        They end from the next `Wake` on: first the streams that workers run, last the calls. The
+        functions are fields of Bulk, which describes them.
         """
         running = (request.id for request in self.running(streams) if ends(request))
         work, newest = deque(chain(running, streams)), self._state.last_arrival
@@ -172,7 +173,7 @@ class Endings(Struct, eq=False):
             self._calls.cancel(call, now)
 
     def _fate(self, id: bytes, owner: str | None) -> Fate:
-        """Returns the state of a stream or a call, as far as this owner may know."""
+        """Returns the state of a stream or a call; `unknown` if another owner has it."""
         fate, call = self._ended.fate(id, owner), self._calls.known(id, owner)
         if call is None or fate.state != "unknown":
             return fate
@@ -328,5 +329,5 @@ class Endings(Struct, eq=False):
 
 
 def _is_on(link: int, request: Request) -> bool:
-    """Returns whether the reader of a request uses this link."""
+    """Returns whether the client that reads the stream of a request uses this link."""
     return request.reader.link == link

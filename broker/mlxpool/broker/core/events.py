@@ -36,9 +36,9 @@ AnswerLater = Callable[[Callable[[float], None], float], None]
 class ClientGenerate(Event, Struct, frozen=True):
     """A client sent `generate`.
 
-    `digest`: see `from_client.request_digest`. `message` is the parsed body, or the parsing error
-    of an invalid body. The core answers a known id before it looks at that error. `entropy` is the
-    seed for a request without a seed.
+    `digest`: a hash of the request, equal for all its retries. `message` is the parsed body, or the
+    parsing error of an invalid body. The core answers a known id before it looks at that error.
+    `entropy` is the seed for a request without a seed.
     """
 
     link: int
@@ -271,7 +271,11 @@ class Looked(Event, Struct, frozen=True):
 
 
 class ModelFound(Event, Struct, frozen=True):
-    """A new model was found; see Registry.add for the fields."""
+    """A new model was found.
+
+    `location`: the path of its files, or "" if it cannot share workers. `need`: the least bytes of
+    memory that a worker needs.
+    """
 
     name: str
     config: ModelConfig
@@ -280,7 +284,7 @@ class ModelFound(Event, Struct, frozen=True):
 
 
 class ModelDescribed(Event, Struct, frozen=True):
-    """The files of a model were read; docs/protocol.md, `models`, describes `about`."""
+    """The files of a model were read. `about`: their description (docs/protocol.md, `models`)."""
 
     name: str
     about: Mapping[str, object]
@@ -368,7 +372,7 @@ class Wake(Event, Struct, frozen=True):
 
 
 class Late(Event, Struct, frozen=True):
-    """The broker did not run for `seconds`. Clients do not count as silent or slow in this time."""
+    """The broker did not run for `seconds`, in which no client is considered silent or slow."""
 
     seconds: float
 

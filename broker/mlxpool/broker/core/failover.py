@@ -67,9 +67,9 @@ class Failover(Struct, eq=False):
     ) -> None:
         """Queues the requests and calls of a fenced worker again.
 
-        `own`: the worker ended by itself. `prefill`: the request whose prompt it was reading.
-        `counts`: the move counts as a resume without a new token; a request fails after too many of
-        these.
+        `own`: the worker itself is at fault. `prefill`: the id of the request whose prompt it was
+        reading. `counts`: the move is counted as a resume without a new token. A request fails
+        after too many such resumes.
         """
         lost = self.running(worker)
         shares = self._shares(worker, prefill) if own else {}
@@ -87,7 +87,7 @@ class Failover(Struct, eq=False):
         self._calls.worker_lost(worker, cause, shares)
 
     def _shares(self, worker: Worker, prefill: bytes | None) -> dict[bytes, float]:
-        """Returns the blame of each request and call for the end of a worker, see blame.py."""
+        """Returns the blame (0 to 1) of each request and call for the end of a worker, by id."""
         ids = [request.id for request in self.running(worker)]
         ids += [call.id for call in self._calls.computed_by(worker)]
         return blame.shares(ids, prefill)
@@ -101,7 +101,7 @@ class Failover(Struct, eq=False):
     def mark_if_ended_by_charged_request(self, worker: Worker, prefill: bytes | None) -> None:
         """Marks a worker that was ended by a request which had already ended another worker.
 
-        The end of a marked worker does not count as a failure of the model. Otherwise a single bad
+        The end of a marked worker is not counted as a failure of the model. Otherwise a single bad
         request could open the model's breaker.
         """
         charges = {request.id: request.run.charge for request in self.running(worker)}

@@ -26,7 +26,7 @@ class ReplicaScaling(Struct, eq=False):
     _drainer: Drainer
 
     def on_timer(self, name: str, now: float) -> None:
-        """Adds or drains workers of a model according to its load: the model's timer is due."""
+        """Handles a model's timer: adds or drains workers according to the model's load."""
         model = self._state.registry.models.get(name)  # None: the name became an alias
         if model is None or not model.scales or not self._state.admits:
             return

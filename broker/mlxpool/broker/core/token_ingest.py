@@ -88,8 +88,8 @@ class TokenIngest(Struct, eq=False):
     def _take(self, epoch: int, row: Delta, touched: dict[bytes, Request], now: float) -> None:
         """Handles the first or last row of a run, and a row that does not belong to a run.
 
-        A row is only counted if its worker does not have the run. If a row of a run does not follow
-        the rows before it, the worker is condemned.
+        A row from a worker that does not have the row's run is counted as fenced and dropped. If a
+        row does not follow the earlier rows of its run, the worker is condemned.
         """
         worker, number = self._state.workers.get(epoch), row.attempt
         key = (row.id, number)

@@ -21,7 +21,7 @@ from mlxpool.common.protocol.to_worker import Heard
 
 
 class WorkerEvents(Struct, eq=False):
-    """Handles the events of workers. Messages of a fenced epoch are only counted."""
+    """Handles the events of workers. Messages of a fenced epoch are counted and dropped."""
 
     _state: State
     _outbox: Outbox

@@ -66,9 +66,10 @@ class WorkerPool(Struct, eq=False):
         return sum(model.need * len(model.local_workers) for model in models)
 
     def _free_memory(self, model: Model) -> bool:
-        """Returns whether another worker fits in memory.
+        """Returns whether another worker of a model fits in memory now.
 
-        Idle models are evicted only for a first worker.
+        If it does not fit, and the model has no worker, evicts idle models. The new worker is
+        started once the workers of the evicted models have ended.
         """
         registry = self._state.registry
         missing = self.memory_used() + model.need - registry.memory
@@ -154,7 +155,7 @@ class WorkerPool(Struct, eq=False):
             self.stop(worker, why)
 
     def give_up(self, model: Model) -> None:
-        """Stops the attempts to start a worker of a model. A pinned model is still tried again."""
+        """Stops the attempts to start a worker of a model, unless the model is pinned."""
         if not model.config.pin:
             self._end_demand(model, "give up")
 

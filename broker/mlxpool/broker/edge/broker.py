@@ -252,7 +252,8 @@ class Broker:
     def _make_jobs(self) -> JobService | None:
         """Creates the service of jobs; None without jobs.
 
-        Raises StoreError, see `why_without_jobs`.
+        If the store cannot be opened, returns None or raises StoreError. `why_without_jobs` decides
+        whether the broker may run without jobs.
         """
         config = self._current()
         if not config.state_dir:

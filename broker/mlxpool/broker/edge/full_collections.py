@@ -31,7 +31,7 @@ GROWTH_INTERVAL = 10.0  # least seconds between two full collections because of 
 
 
 class FullCollections:
-    """Runs full collections. Owned by the broker's thread."""
+    """Runs full collections of Python's garbage collector; used by the broker's thread."""
 
     def __init__(self, busy: Callable[[], bool], resident: Callable[[], int]) -> None:
         """`busy` returns whether a stream or a call is live.

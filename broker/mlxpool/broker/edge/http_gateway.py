@@ -153,10 +153,11 @@ class HttpGateway:
         return min(self._start_at, self._kill_at, self._silent_until())
 
     def _silent_until(self) -> float:
-        """Returns the time from which the process counts as hung if no heartbeat comes before.
+        """Returns the time at which the process is considered hung if no heartbeat comes before.
 
-        The limit of silence is `load_limit` seconds while the process starts, and 2 * `beat_limit`
-        seconds later.
+        A starting process has `load_limit` seconds for its first heartbeat. Later it has 2 *
+        `beat_limit` seconds for each heartbeat. Returns infinity if no process runs, or if the
+        process is being stopped.
         """
         if self.state not in RUNNING or self._kill_at < math.inf:
             return math.inf

@@ -132,7 +132,7 @@ class JobService(Closing):
         """Passes an operator's question to the job manager.
 
         `answer` is called with the content of the answer, now or later. Raises BadRequest if the
-        question cannot be asked.
+        question is invalid.
         """
         owner, question = job_operations.parse_question(kind, body)
         id = secrets.token_bytes(frames.ID_BYTES)
@@ -256,7 +256,7 @@ class JobService(Closing):
 
 
 def _opened_store(config: PoolConfig, boot: int, wake: Callable[[], None]) -> StoreWriter:
-    """Returns the store's thread, not started yet. Raises StoreError."""
+    """Returns the store's thread, not started yet. Raises StoreError if the store is unusable."""
     opened = opener(config.state_dir, config.state_bytes, config.job_key_life)
     try:
         return StoreWriter(opened, boot, wake)

@@ -29,7 +29,7 @@ class AlreadyRunning(OSError):
 def lock(run_dir: Path) -> int:
     """Locks the run directory. The kernel releases the lock however this process ends.
 
-    Returns a descriptor to close. Raises AlreadyRunning.
+    Returns a descriptor to close. Raises AlreadyRunning if another broker has the lock.
     """
     try:
         return lock_folder(run_dir)

@@ -52,7 +52,7 @@ class Task(Struct, frozen=True):
 
 
 class LoopLag:
-    """The longest recent time for which the loop was busy or late."""
+    """The longest recent duration or delay of the loop's turns, in seconds."""
 
     __slots__ = ("_current", "_previous", "_since")
 
@@ -61,14 +61,14 @@ class LoopLag:
         self._current = self._previous = 0.0
 
     def record(self, seconds: float, now: float) -> None:
-        """Adds the duration of a turn in seconds."""
+        """Adds the duration or the delay of a turn, in seconds."""
         if now - self._since >= LAG_WINDOW:
             self._roll(now)
         if seconds > self._current:
             self._current = seconds
 
     def worst(self, now: float) -> float:
-        """Returns the duration in seconds of the longest recent turn.
+        """Returns the longest recent duration or delay of a turn, in seconds.
 
         Turns are recent if they ended in the present period of LAG_WINDOW seconds or in the period
         before.
@@ -85,7 +85,8 @@ class LoopLag:
 class Loop:
     """The broker's event loop, used by one thread.
 
-    `on_late` is called if a turn was late, with the lateness in seconds and the time.
+    `on_late(seconds, now)` is called if a turn begins more than LATE seconds after it was due.
+    `seconds` is the delay.
     """
 
     def __init__(self, lag: LoopLag, on_late: Callable[[float, float], None]) -> None:

@@ -71,7 +71,7 @@ class PageJobs:
         self._ask = ask
 
     def serve(self, now: float) -> None:
-        """Asks the waiting questions."""
+        """Passes the waiting questions to the job manager."""
         self._queue.begin(self._begin, now)
 
     def _begin(self, question: Question, future: Future[Fate], now: float) -> None:

@@ -94,9 +94,10 @@ class RunDirWatch:
             self._on_trouble(self.trouble, now)
 
     def _mend(self) -> list[str]:
-        """Creates missing files.
+        """Creates missing files and returns their names.
 
-        Returns their names. Raises FolderLocked, ConfigError or OSError.
+        Raises FolderLocked if another process has locked the folder, and ConfigError or OSError if
+        a file cannot be created.
         """
         restored = []
         if _identity(self._run_dir / "lock") != _of_descriptor(self.lock):

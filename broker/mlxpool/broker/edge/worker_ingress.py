@@ -112,7 +112,10 @@ class WorkerIngress:
             self._perform(ev.WorkerDeltas(self._rows_epoch, rows), now)
 
     def _current_epoch(self, peer: Peer, message: Message) -> int | None:
-        """Returns the epoch of a connection; None if the message is fenced."""
+        """Returns the epoch of a connection; None if the message has another epoch.
+
+        Requests a `hello` from a connection without an epoch.
+        """
         epoch = self._sessions.epoch(peer.number)
         if epoch is None:
             self._peers.send(peer.number, encoded(Who()))

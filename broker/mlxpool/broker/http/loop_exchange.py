@@ -128,7 +128,10 @@ class LatestSnapshot(Closing):
             self._changed.notify_all()
 
     def get(self) -> Snapshot:
-        """Returns a snapshot at most `fresh` seconds old. Raises Unavailable."""
+        """Returns a snapshot at most `fresh` seconds old; waits for a new one if necessary.
+
+        Raises Unavailable if the loop does not answer in time, or has ended.
+        """
         called_at = monotonic()
         with self._changed:
             if self._snapshot is None or called_at - self._at > self.fresh:

@@ -240,7 +240,10 @@ class LogRoute(OperatorRoute[str]):
 
 
 def last_lines(path: Path) -> str:
-    """Returns the last MAX_LINES lines of a file, at most MAX_BYTES. Raises OSError."""
+    """Returns the last MAX_LINES lines of a file, at most MAX_BYTES.
+
+    Raises OSError if the file cannot be read.
+    """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin = max(0, size - MAX_BYTES)

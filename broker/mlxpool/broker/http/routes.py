@@ -59,7 +59,10 @@ def content_security_policy(page: bytes) -> str:
 
 
 def _hashes(page: bytes, tag: bytes) -> list[str]:
-    """Returns the hashes of all elements with this tag, as browsers compute them."""
+    """Returns the hash of each element with this tag, as a source of the security policy.
+
+    The hash is the SHA-256 of the element's text, as browsers compute it.
+    """
     texts = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
     digests = (hashlib.sha256(text).digest() for text in texts)
     return [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]

@@ -70,8 +70,8 @@ class Connections:
     """The open connections, the oldest first. Any thread may call every method.
 
     They are few and short-lived: idle connections make room for new connections. Invariant: there
-    are at most MAX_CONNECTIONS, without those that were shut down. The thread of a connection that
-    was shut down sees the end of its socket immediately and closes it.
+    are at most MAX_CONNECTIONS, not counting those that were shut down. After a shutdown the
+    connection's thread detects the end of its socket immediately and closes it.
     """
 
     def __init__(self) -> None:

@@ -111,7 +111,7 @@ class Outbox:
         self.store(operation, settle)
 
     def resolve(self, operation: Operation, result: Result, now: float) -> None:
-        """Handles the result of an operation."""
+        """Calls the `then` that was given with an operation, with the result of the operation."""
         _, then = self._then.pop(id(operation))
         then(result, now)
 

@@ -122,9 +122,10 @@ def packed_end(terminal: Done | Failed) -> bytes:
 
 
 def terminal_of(end: bytes | None, blobs: Sequence[bytes] = ()) -> Done | Failed:
-    """Undoes `packed_end`; `blobs` are the blobs of the answer, if it has one.
+    """Returns the terminal message in `end`, the result of `packed_end`.
 
-    Unreadable bytes give an end without text or figures.
+    `blobs` are the blobs of the answer, if it has any. If `end` is unreadable, returns a Done
+    without text or figures.
     """
     try:
         stored = unpack(end or b"")

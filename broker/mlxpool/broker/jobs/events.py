@@ -46,7 +46,7 @@ class Acknowledged(Struct, frozen=True):
 
 
 class ReaderLeft(Struct, frozen=True):
-    """A client stops reading a job; the job goes on."""
+    """A client stops reading a job. The job continues to run."""
 
     link: int
     owner: str
@@ -68,7 +68,7 @@ class RunEnded(Struct, frozen=True):
 
 
 class SetBack(Struct, frozen=True):
-    """A worker that ran a job was lost; the run goes on in another worker, or `RunEnded` follows.
+    """A worker that ran a job was lost. Another worker continues the run, or `RunEnded` follows.
 
     `stacks` are the stacks of the worker's threads if it hung or crashed on this machine, else "".
     """

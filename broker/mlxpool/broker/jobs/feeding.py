@@ -1,7 +1,7 @@
 """Decides which waiting jobs run next, and how many.
 
 The core has at most WINDOW jobs of a model and priority for each place (batch slot) of ready
-workers. This fills every free place, and leaves streams of equal priority their share. If few
+workers. This fills every free place, and streams of equal priority still get their places. If few
 owners have these jobs, every other owner gets an equal number of further jobs, so that the core can
 divide the places among owners (requests/place_shares.py). Calls, such as `embed`, are limited by
 the memory for their answers. The store finds the jobs; owners take turns.
@@ -11,8 +11,8 @@ unproven until one of its token ids is on the disk. While the core has an unprov
 no other job of the model and no other suspect. It gets a suspect only while it has no other
 unproven job. So only the suspect is blamed if the broker crashes next. Streams of a higher priority
 may use all places, so a suspect delays other jobs for at most SUSPECT_WAIT. After that time other
-jobs run beside the suspect. The next crash then counts against these jobs too, until they are
-suspects.
+jobs run beside the suspect. A crash is then blamed on these jobs too, and they become suspects
+after several crashes.
 """
 
 from __future__ import annotations
@@ -227,9 +227,9 @@ class Feeder(Struct, eq=False):
     def _suspects_waited(self, name: str, now: float) -> bool:
         """Returns whether suspects of this model have waited long enough to go before other jobs.
 
-        Otherwise a model that always has other jobs would delay its suspects for ever. If started
-        jobs wait longer than SUSPECT_WAIT for a place, other jobs and suspects alternate in periods
-        of that length.
+        Without this rule a model that always has other jobs would never run its suspects. If
+        started jobs wait longer than SUSPECT_WAIT for a place, other jobs and suspects alternate in
+        periods of that length.
         """
         return any(
             backlog.suspects_have_turn(now)
@@ -238,11 +238,11 @@ class Feeder(Struct, eq=False):
         )
 
     def _alone(self, name: str, view: PoolView, now: float, *, waited: bool) -> bool:
-        """Returns whether the core may get a suspect now, so that a crash is blamed on it alone.
+        """Returns whether the core may get a suspect now, so that a crash is blamed on the suspect.
 
-        A suspect that has not `waited` long enough lets all due jobs and streams of the model go
-        first, and waits for started jobs of other models. A suspect that has waited is given to the
-        core even if streams use all workers.
+        `waited`: the suspect has waited long enough. Until then all due jobs and streams of the
+        model go first, and the suspect waits for started jobs of other models. Afterwards the core
+        gets the suspect even if streams use all workers.
         """
         busy = any(
             backlog.unproven or backlog.feeding or (backlog.due <= now and not waited)
@@ -303,7 +303,7 @@ class Feeder(Struct, eq=False):
             backlog.pause_until = again_at
 
     def started(self, group: Group, owner: str, *, suspect: bool = False) -> None:
-        """Counts a job that the core now has. `suspect`: the store was asked for a suspect."""
+        """Counts a job that the core now has. `suspect`: the job was read as a suspect."""
         backlog = self.groups.setdefault(group, Backlog())
         backlog.active += 1
         backlog.owners[owner] += 1

@@ -10,7 +10,7 @@ from mlxpool.broker.store.records import JobState
 class JobPhase(Enum):
     """The states of a job: the states in the store, and RUNNING.
 
-    RUNNING exists only in memory: a running job is waiting on the disk.
+    RUNNING exists only in memory. In the store a running job has the state WAITING.
     """
 
     WAITING = "waiting"

@@ -178,7 +178,10 @@ class JobManager:
         message: Question | job_operations.Question | PoolError,
         now: float,
     ) -> None:
-        """Passes a question to the component that answers it. Raises PoolError."""
+        """Passes a question to the component that answers it.
+
+        Raises PoolError if the question is refused before the store is asked.
+        """
         if isinstance(message, PoolError):
             raise message
         if isinstance(message, Fetch):

@@ -85,7 +85,7 @@ class NoticeQueue:
         self._reading, self._due = False, now
 
     def lost(self) -> None:
-        """Stops reading notices, because the store takes no operations."""
+        """Stops reading notices, because the store accepts no operations."""
         self._reading, self._due = False, math.inf
 
     # ---- posting ---------------------------------------------------------------------------------

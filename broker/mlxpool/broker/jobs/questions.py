@@ -346,7 +346,7 @@ class Questions:
         """Answers a request that changes a job, once the store has performed it.
 
         A client may repeat the request: if the job was already changed in this way, the answer is
-        the job, as at the first time.
+        the job, as after the first request.
         """
         already = isinstance(result, Fate) and result.job.state is ALREADY[message.kind]
         if isinstance(result, Changed) or (isinstance(result, Fate) and already):

@@ -1,8 +1,8 @@
 """Readers of jobs: clients that get a job's output before, during and after its run.
 
 A job has at most MAX_READERS, and each may begin at any token id. A reader keeps no output. It is
-sent chunks that have just become durable, and pages of the store, one at a time. Slow readers are
-ended; all others go on.
+sent chunks that have just become durable, and pages of the store, one at a time. A reader that
+acknowledges too slowly is ended; the other readers are not affected.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Readers:
     def drop_silent(self, known: Callable[[int], bool]) -> None:
         """Forgets the readings of connections that were silent for too long.
 
-        A suspended client gets a new link later, and asks again.
+        A suspended client gets a new link later, and sends its request again.
         """
         silent = [reader for reader in self.all.values() if not known(reader.link)]
         for reader in silent:
@@ -283,7 +283,7 @@ class Readers:
         self._outbox.send(reader.link, delta, reader.id, reader.attempt, chunk.pos)
 
     def _tell_retries(self, reader: Reader, job: JobView) -> None:
-        """Tells a reader that asked for steps how often the job was retried after its last id.
+        """Sends the number of the job's retries after its last id, if the reader requested steps.
 
         The retries are sent in a delta without ids, before the job's end.
         """

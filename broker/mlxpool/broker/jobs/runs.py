@@ -390,7 +390,7 @@ class Runs:
     def _lost(self, active: ActiveJob, result: Result, now: float) -> None:
         """Handles a write that does not match the stored job.
 
-        The job was ended meanwhile, or an earlier write that was reported as failed was committed.
+        The job was ended meanwhile, or an earlier write was reported as failed but was committed.
         """
         self.drop(active.id, now)
         if isinstance(result, Fate):
@@ -444,7 +444,8 @@ def _event_of(outcome: Operation) -> str:
 def _work(fed: FedJob, left: float) -> Work:
     """Returns the work of a job; its deadline is in `left` seconds.
 
-    A `generate` continues after its durable ids. Raises PoolError or ValueError.
+    A `generate` continues after its durable ids. Raises PoolError or ValueError if the stored
+    request is invalid.
     """
     job = fed.job
     request = {key: value for key, value in unpack(fed.request).items() if key != "note"}

@@ -118,7 +118,8 @@ def _chat_of(
 ) -> dict[str, str | None] | None:
     """Returns the formats of a model's chats; None for a model without chats.
 
-    `generic_tools` is shown as off if the model does not support answer formats.
+    `generic_tools`: the setting for chat templates without tools. It is shown as off if the model
+    does not support answer formats.
     """
     chat = about.get("chat")
     if not isinstance(chat, Mapping) or not chat:
@@ -128,7 +129,10 @@ def _chat_of(
 
 
 def _memory_of(workers: Sequence[Worker]) -> int | None:
-    """Returns the bytes of weights, KV caches, prefixes and steps of all workers, or None."""
+    """Returns the bytes of weights, KV caches, prefixes and steps of all workers.
+
+    Returns None if no worker has reported its memory.
+    """
     totals = [worker.beat.memory.get("total") for worker in workers]
     known = [total for total in totals if type(total) is int]
     return sum(known) if known else None

@@ -44,7 +44,7 @@ class ReplicaScale(Struct, frozen=True):
 def waiting_tokens(queue: Iterable[Request], count: int) -> int:
     """Returns an estimate of the tokens of `count` waiting requests.
 
-    The estimate takes the mean of the first MAX_COUNTED requests of the queue.
+    The estimate is `count` times the mean of the first MAX_COUNTED requests of the queue.
     """
     costs = [cost(request) for request in islice(queue, MAX_COUNTED)]
     return sum(costs) * count // len(costs) if costs else 0

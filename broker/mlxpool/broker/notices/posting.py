@@ -28,7 +28,10 @@ Found = tuple[Sequence[IpAddress], OSError | None]
 
 
 def resolve(host: str, port: int) -> list[IpAddress]:
-    """Returns the addresses of a name, in the system's order of preference. Raises OSError."""
+    """Returns the addresses of a name, in the system's order of preference.
+
+    Raises OSError if the look-up fails.
+    """
     try:
         entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # a label that DNS does not allow
@@ -50,7 +53,7 @@ class Names:
         self._pending: dict[tuple[str, int], asyncio.Future[Found]] = {}
 
     async def addresses(self, host: str, port: int) -> Sequence[IpAddress]:
-        """Returns the addresses of a name. Raises OSError.
+        """Returns the addresses of a name. Raises OSError if the look-up fails.
 
         If a task is cancelled, its look-up continues for other tasks that need the name.
         """
@@ -215,7 +218,10 @@ class Connection:
         self._reader, self._writer = reader, writer
 
     async def exchange(self, target: Target, body: bytes, headers: Mapping[str, str]) -> Outcome:
-        """Sends the request and reads the head of its response. Raises OSError or ProtocolError."""
+        """Sends the request and reads the head of its response.
+
+        Raises OSError if the connection fails, and ProtocolError for an invalid response.
+        """
         fields = {
             "Host": host_field(target.origin),
             "User-Agent": USER_AGENT,

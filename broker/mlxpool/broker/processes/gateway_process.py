@@ -62,7 +62,7 @@ class GatewayProcess(Closing):
         return [listener.fileno() for listener in self._bound]
 
     def start(self, config: PoolConfig) -> int:
-        """Starts the process. Raises OSError.
+        """Starts the process. Raises OSError if it cannot be started.
 
         Returns a descriptor that becomes readable after a heartbeat, and after the end of the
         process.

@@ -2,7 +2,7 @@
 
 The broker has only the connection of a remote worker, not its process. If the connection ends, or
 heartbeats and progress show a hang, the worker is fenced, and another worker resumes its streams. A
-fenced worker connects again and counts as a new worker.
+fenced worker connects again and is then treated as a new worker.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RemoteSlots:
         return None
 
     def fill(self, name: str, model: str, number: int) -> RemoteSlot:
-        """Puts the worker on connection `number` into the slot."""
+        """Creates the slot `name`, with the worker of `model` on connection `number`."""
         self.by_name[name] = slot = RemoteSlot(name, model, number)
         return slot
 
@@ -211,8 +211,9 @@ class RemoteWorkers:
     def stop(self, slot: str, now: float) -> bool:
         """Sends `Stop` to a remote worker and fences it. Returns False if the worker is not remote.
 
-        A worker that is to be replaced, or was condemned for a fault, is told to connect again.
-        While the broker ends, no `Stop` is sent, because the worker waits for the next broker.
+        If the worker is to be replaced, or was condemned for a fault, the `Stop` asks it to connect
+        again. While the broker ends, no `Stop` is sent, because the worker waits for the next
+        broker.
         """
         if slot not in self.slots.by_name:
             return False

@@ -43,5 +43,5 @@ def max_wait(rank: int) -> float:
 
 
 def max_resumes(charge: float) -> int:
-    """Returns how many resumes without a new token in a row a request of this charge may have."""
+    """Returns the most consecutive resumes without a new token for a request of this charge."""
     return MAX_RESUMES if charge < ALONE_CHARGE else MAX_RESUMES_ALONE

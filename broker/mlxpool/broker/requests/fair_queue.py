@@ -30,7 +30,10 @@ NO_PLACES: Mapping[str, int] = {}
 
 
 def cost(request: Request) -> int:
-    """Returns the tokens of a request, prompt and answer, that count in its owner's turns."""
+    """Returns a request's cost in the round-robin: its prompt tokens and remaining answer tokens.
+
+    The answer costs at most MAX_DECODE_COST, the request at most MAX_COST.
+    """
     most = request.message.options.max_tokens
     left = max(1, most - request.run.taken) if most > 0 else MAX_DECODE_COST
     return min(MAX_COST, prompt_tokens(request.message) + min(MAX_DECODE_COST, left))
@@ -72,8 +75,8 @@ class Lane:
     ) -> Request | None:
         """Returns the request whose turn it is; None if there is none.
 
-        It stays the same until the lane or `places` changes. `places` counts the places of each
-        owner. `without_images`: requests with images are skipped.
+        The result stays the same until the lane or `places` changes. `places`: the number of places
+        (batch slots) of each owner. `without_images`: requests with images are skipped.
         """
         if not (self.texts if without_images else self.owners):
             return None
@@ -218,7 +221,8 @@ class Queue:
     ) -> Request | None:
         """Returns the next fresh request of the highest priority; None without a fresh request.
 
-        `places` and `without_images` are those of Lane.head.
+        `places`: the number of places (batch slots) of each owner. `without_images`: requests with
+        images are skipped.
         """
         for lane in reversed(self.lanes):
             request = lane.head(places, without_images=without_images)
@@ -247,7 +251,7 @@ class Queue:
                 yield from islice(waiting.values(), most)
 
     def of_owner(self, owner: str) -> Iterator[Request]:
-        """Yields an owner's requests: resumed requests, then the others by falling priority."""
+        """Yields an owner's requests: resumed requests, then fresh requests by falling priority."""
         yield from (request for request in self.resumed if request.owner == owner)
         for lane in reversed(self.lanes):
             yield from lane.owners.get(owner, {}).values()
@@ -287,7 +291,10 @@ class Queue:
         return place if resumed else None
 
     def forget_checks(self) -> None:
-        """Makes the next call of `unchecked_resumed` return all resumed and preempted requests."""
+        """Makes the next call of `unchecked_resumed` return all resumed and preempted requests.
+
+        Without this call it would return only the requests that were added since its last call.
+        """
         self._epochs = ()
 
     def position(self, request: Request) -> int:

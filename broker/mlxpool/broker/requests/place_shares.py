@@ -8,8 +8,9 @@ free place. If all are taken, a waiting request takes a place
 - else, if its owner has no place, from a run that has had its place for a TURN: so owners take
   turns if they are more than the places.
 
-No request takes a place from a run of a higher rank (see `rank_of`). A run gives up its place
-between two steps, waits as the first of its owner's requests, and later continues from its ids.
+No request takes a place from a run of a higher rank: ranks order runs by priority, and jobs below
+streams. A run gives up its place between two steps, waits as the first of its owner's requests, and
+later continues from its ids.
 """
 
 from __future__ import annotations
@@ -113,9 +114,10 @@ def decide(
 
 
 def _by_owner(held: Sequence[Held]) -> dict[str, list[Held]]:
-    """Returns the runs of each owner, by falling rank, the oldest first.
+    """Returns the runs of each owner: by falling rank, and of equal rank the oldest first.
 
-    The last run of an owner is the first to give up its place (batch slot).
+    The rank orders runs by priority, and jobs below streams. The last run of an owner is the first
+    to give up its place (batch slot).
     """
     runs: defaultdict[str, list[Held]] = defaultdict(list)
     for run in sorted(held, key=lambda run: (-run.request.rank, run.request.arrival)):

@@ -13,10 +13,10 @@ MAX_OWNERS = 4096  # number of accounts at which accounts without debt are dropp
 
 
 class Rates:
-    """A leaky bucket for each owner, which holds the amount that the owner may spend in one second.
+    """A token bucket for each owner, which holds at most the owner's limit for one second.
 
-    An owner with a full bucket may send a message that is larger than this. The owner then has a
-    debt, and the next message waits until the debt is zero.
+    While an owner's bucket is not empty, a message may cost more than the bucket holds. The owner
+    then has a debt, and the next message waits until the debt is zero.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """An index of the prefixes that a worker may have cached, from the prompts sent to it.
 
-The index is an estimate. The worker reports the true numbers: heartbeats have the tokens that its
-cache evicted, the usage of a request has its cached tokens.
+The index is an estimate. The worker reports the true numbers of tokens: the evicted tokens of its
+cache in heartbeats, and the cached tokens of a request in the request's usage.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Demand(Struct, frozen=True):
 
 
 class Route(Struct, eq=False):
-    """The broker's data about a worker from which the cost of a request on it is computed."""
+    """The broker's data about a worker, used to compute the cost of a request on this worker."""
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
     speed: WorkerSpeed = field(default_factory=WorkerSpeed)
@@ -56,7 +56,7 @@ class Route(Struct, eq=False):
         return tokens
 
     def sent(self, run: int, demand: Demand) -> None:
-        """Records a request that the worker gets."""
+        """Records that a request was sent to the worker, as the run with the number `run`."""
         cached = self.found(demand)
         self.predicted[run] = cached
         self.unread[run] = max(1, demand.pieces.tokens - round(cached * self.trust))
@@ -130,7 +130,8 @@ def crowd_of(
 
     `waiting`: the number of other requests that wait for these workers. Requests whose prompts
     begin like this request's prompt do not count as waiting: they gain if a second worker caches
-    this beginning. Their share is estimated from `first`, the requests that may be assigned next.
+    this beginning. The number of such requests is estimated from `first`, the requests that may be
+    assigned next.
     """
     if not waiting:
         return ALONE
@@ -148,7 +149,8 @@ def cost_ms(
     It is the sum of three times:
     - the prefill of prompts that the worker has not read yet, and of those tokens of this request's
       prompt that the worker has not cached;
-    - the decode steps of the answer, in batches of half the present size, because requests end;
+    - the decode steps of the answer, in batches of 1 + `rows` / 2 requests: on average half of the
+      other requests are still running;
     - the delay of the requests that wait behind this request: the prefill of tokens that only other
       workers have cached, times the number of waiting requests per worker.
 

@@ -34,7 +34,7 @@ class WorkerSpeed(Struct, eq=False):
     _rows_ms: float = 0.0
 
     def observe_prompt(self, ms: float) -> None:
-        """Adds the time of a prompt token from a worker that reads a prompt."""
+        """Adds a measurement: the worker reads a prompt in `ms` milliseconds per token."""
         if ms <= 0:
             return
         self._prompt_weight = self._prompt_weight * DECAY + 1
@@ -60,7 +60,10 @@ class WorkerSpeed(Struct, eq=False):
         self._rows_ms = self._rows_ms * DECAY + rows * ms
 
     def step_ms(self, rows: float) -> float:
-        """Returns the milliseconds of a decode step of `rows` sequences; at first a default."""
+        """Returns the milliseconds of a decode step of `rows` sequences.
+
+        Returns a default before the first measurement.
+        """
         if not self._weight:
             return DEFAULT_STEP_MS + DEFAULT_ROW_MS * (rows - 1)
         mean_rows, mean_ms = self._rows / self._weight, self._ms / self._weight

@@ -102,7 +102,10 @@ class AccessControl:
         context: zmq.Context[zmq.Socket[bytes]],
         on_refusal: Callable[[], None],
     ) -> None:
-        """Raises BadKey. Must be constructed before any socket is bound."""
+        """Raises BadKey if the secret key cannot be read.
+
+        Must be constructed before any socket is bound.
+        """
         self.key = keys.read(config.secret_key, "server") if config.secret_key else None
         self.keyring = Keyring(config.keys)
         if config.keys and self.key is None:

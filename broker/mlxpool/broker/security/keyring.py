@@ -38,7 +38,7 @@ class Keyring:
     def replace(self, keys: Mapping[str, KeyConfig]) -> dict[str, str]:
         """Allows only these keys. Returns the revoked keys, public key -> name.
 
-        A key with a new name or role counts as revoked.
+        The revoked keys include keys whose name or role has changed.
         """
         before = self._known
         self._known = {key.public: (name, key.role) for name, key in keys.items()}

@@ -59,7 +59,7 @@ class FilePart(Result, Struct, frozen=True):
 
 
 class Outcomes(IntFlag):
-    """Flags for results of a batch: those of its done lines, and those of all other lines."""
+    """Flags for the results of a batch: DONE for done lines, OTHERS for all other lines."""
 
     NONE = 0
     DONE = 1
@@ -80,9 +80,9 @@ class BatchView(Result, Struct, frozen=True):
     """A batch. `next_line` is the number, from 0, of the first line that has not become a job yet.
 
     `next_start` is the offset of that line in the file, which has `file_size` bytes. `counts` has
-    the number of jobs in each state. Lines whose deadline passed before they became jobs count as
-    expired. `failed` is the number of lines that could not become jobs. `defaults` has the settings
-    from `SubmitBatch`, which the store does not read.
+    the number of jobs in each state. The expired jobs include the lines whose deadline passed
+    before they became jobs. `failed` is the number of lines that could not become jobs. `defaults`
+    has the settings from `SubmitBatch`, which the store does not read.
     """
 
     id: bytes
@@ -163,8 +163,8 @@ class Lines(Result, Struct, frozen=True):
 class LineOutcome(Struct, frozen=True):
     """The outcome of a line: a job, or a cause of failure.
 
-    An ended job has its text and ids, or the blobs of its answer. `whole` is false if the job's
-    output exceeds the bound of a page; then the outcome has no output.
+    An ended job has its text and ids, or the blobs of its answer. If the job's output is damaged,
+    or exceeds the bound of a page, `whole` is false and the outcome has no output.
     """
 
     line: int
@@ -191,9 +191,9 @@ class LineOutcomes(Result, Struct, frozen=True):
 class CreateFile(Operation, Struct, frozen=True):
     """Begins a file with its first part. Results: FileView, FileDiffers.
 
-    If the file exists, the operation does what AppendFile does with the part. `keep`: seconds from
-    now until the file is deleted; if it is None, only DeleteFile deletes it. `max_bytes`: see
-    AppendFile.
+    If the file exists, the part is appended as by AppendFile. `keep`: seconds from now until the
+    file is deleted; if it is None, only DeleteFile deletes it. `max_bytes`: the bound on the total
+    size of the owner's files, or 0 for no bound.
     """
 
     admits: ClassVar[bool] = True
@@ -217,10 +217,10 @@ class AppendFile(Operation, Struct, frozen=True):
     """Appends `data` at `start`, the present size. Results: FileView, FileDiffers, UnknownName.
 
     Bytes that the file already has are compared and skipped, so a part may be sent again, also to a
-    complete file. A start after the end changes nothing; the view has the size. `last`: this part
-    completes the file. `max_bytes`: the bound on the total size of the owner's files, or 0 for no
-    bound. Above it the part is refused (`over_quota`). `keep`: seconds from the file's creation to
-    its deletion; if it is None, the value of the first part stays.
+    complete file. If `start` is after the end, nothing is changed, and the FileView has the present
+    size. `last`: this part completes the file. `max_bytes`: the bound on the total size of the
+    owner's files, or 0 for no bound. Above it the part is refused (`over_quota`). `keep`: seconds
+    from the file's creation to its deletion; if it is None, the value of the first part stays.
     """
 
     admits: ClassVar[bool] = True
@@ -252,8 +252,8 @@ class ReadFile(Operation, Struct, frozen=True):
 class ListFiles(Operation, Struct, frozen=True):
     """Lists files of a tenant, the newest or the oldest first. Result: FileList.
 
-    If `purpose` is "", files of all purposes are listed. `behind`: only files after the file with
-    this time and id, even if that file was deleted.
+    If `purpose` is "", files of all purposes are listed. `behind` is the time and id of a file: the
+    list begins after this file, even if the file was deleted.
     """
 
     writes: ClassVar[bool] = False
@@ -279,13 +279,15 @@ class DeleteFile(Operation, Struct, frozen=True):
 
 
 class SubmitBatch(Operation, Struct, frozen=True):
-    """Stores a batch that consists of the lines of a complete file.
+    """Stores a batch that consists of the lines of the file `file`.
 
-    Results: BatchSubmitted, DuplicateKey, KeyGone. The result is FileView if the file is not
-    complete, and UnknownName if it does not exist.
+    Results: BatchSubmitted, DuplicateKey, KeyGone; FileView if the file is not complete;
+    UnknownName if the file does not exist.
 
-    `defaults` has settings that only the broker reads. The key may also be the key of a job.
-    `max_live`: the most live batches that the owner may have, including this batch.
+    A job of the owner may have the same key as the batch. `defaults` has settings that only the
+    broker reads. `deadline`: seconds from now. `keep`: seconds between the batch's end and the
+    deletion of its results. `max_live`: the most live batches that the owner may have, including
+    this batch.
     """
 
     admits: ClassVar[bool] = True
@@ -317,8 +319,8 @@ class AddLines(Operation, Struct, frozen=True):
 
     `next_line`, `end` and `last` have the values that `Lines` had. Each job of `jobs` has `batch`
     and `line`. `failed` has (line, label, cause) for each invalid line. `expired` has (line, label,
-    cause) for each line after the batch's deadline; the line counts as an expired job. If the key
-    of a line's job is already used, the line becomes a failed line.
+    cause) for each line that expires, because the batch's deadline has passed. If the key of a
+    line's job is already used, the line becomes a failed line.
     """
 
     admits: ClassVar[bool] = True
@@ -347,8 +349,8 @@ class ListBatches(Operation, Struct, frozen=True):
     """Lists batches, the newest first. Result: BatchList.
 
     If `states` is empty, batches in all states are listed; if `owner` is None, batches of all
-    owners. `live`: only batches that have not ended. `behind`: only batches after the batch with
-    this time and id.
+    owners. `live`: only batches that have not ended. `behind` is the time and id of a batch: the
+    list begins after this batch.
     """
 
     writes: ClassVar[bool] = False
@@ -363,8 +365,8 @@ class ListBatches(Operation, Struct, frozen=True):
 class CancelBatch(Operation, Struct, frozen=True):
     """Makes no further jobs of a batch, and cancels at most `count` of its waiting jobs.
 
-    Results: BatchChanged with the cancelled jobs, UnknownName. Repeat it while the batch has
-    waiting jobs.
+    Results: BatchChanged with the cancelled jobs, UnknownName. The caller repeats the operation
+    while the batch has waiting jobs.
     """
 
     name: Name
@@ -375,8 +377,8 @@ class CancelBatch(Operation, Struct, frozen=True):
 class RetryBatch(Operation, Struct, frozen=True):
     """Lets at most `count` dead or expired jobs of a batch wait again.
 
-    Results: as for CancelBatch. An ended batch becomes live again. A cancelled or gone batch is not
-    changed.
+    Results: BatchChanged with these jobs, UnknownName. An ended batch becomes live again. A
+    cancelled or gone batch is not changed.
     """
 
     name: Name
@@ -414,8 +416,8 @@ class EndBatch(Operation, Struct, frozen=True):
     """Ends a batch that has no waiting jobs, and is cancelled or has no unprocessed lines.
 
     Results: BatchView, UnknownName. Any other batch is not changed. The results are deleted `keep`
-    seconds after the end, see SubmitBatch. A batch with `notify` gets a notice of its end, which
-    names `output_file` and `error_file`.
+    seconds after the end; SubmitBatch has set `keep`. A batch with `notify` gets a notice of its
+    end, which names `output_file` and `error_file`.
     """
 
     batch: bytes

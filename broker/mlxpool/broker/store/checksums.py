@@ -40,7 +40,7 @@ def of_end(id: bytes, state: str, end: bytes) -> int:
 def _crc(*parts: Part) -> int:
     """Returns the CRC-32 of the parts and of their lengths.
 
-    With the lengths, the same bytes that are divided otherwise have another checksum.
+    The lengths distinguish the same bytes if they are divided into other parts.
     """
     crc = 0
     for part in parts:

@@ -43,7 +43,7 @@ def unpack_text(packed: bytes) -> str:
 
 
 def stored_size(chunk: Chunk) -> int:
-    """Returns the bytes of a chunk in its columns."""
+    """Returns the number of bytes that a chunk needs in its columns."""
     return (
         len(chunk.ids)
         + len(pack_text(chunk.text))

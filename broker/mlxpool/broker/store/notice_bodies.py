@@ -1,7 +1,7 @@
 """Bodies of notices: the JSON that is posted after the end of a job or batch. Pure functions.
 
-A body is made in the transaction that stores the end. All tries post this body, so later changes of
-the job or batch do not change it.
+A body is made in the transaction that stores the end. Every attempt posts this body, so later
+changes of the job or batch have no effect on it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ POSTGRES = ("postgresql://", "postgres://")
 def opener(place: str, max_bytes: int, key_life: float = KEY_LIFE) -> Opener:
     """Returns the opener of a SQLite folder, or of a PostgreSQL database if `place` is a URL.
 
-    Raises StoreInUse or StoreUnusable, see SqliteOpener.
+    Raises StoreUnusable if the URL has another scheme, or if the folder or psycopg cannot be used.
+    Raises StoreInUse if another broker has locked the folder.
     """
     scheme, marked, _ = place.partition("://")
     if marked and not place.startswith(POSTGRES):

@@ -3,8 +3,9 @@
 Files and batches are in batch_operations.py, results in records.py. Each docstring names the
 possible results of its operation; `Refused` is always possible. The result of a write comes only
 after its commit. A write has changed nothing if its result is `Fate`, `UnknownName`,
-`DuplicateKey`, `KeyGone` or `Refused`. Durations are seconds from now on the store's clock. `held`
-has the ids of the jobs that the broker runs: on disk these jobs are waiting.
+`DuplicateKey`, `KeyGone` or `Refused`. Durations are in seconds; they begin at the present time of
+the store's clock. `held` has the ids of the jobs that the broker runs: on disk these jobs are
+waiting.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Operation:
 
     `urgent`: its commit is not delayed to gather more operations. `admits`: it adds new work; such
     operations are refused first when the inbox fills or the store nears its bound in bytes.
-    `writes`: it can change the store. `frees`: it deletes data and concerns no running job, so it
-    goes first when the disk is full.
+    `writes`: it can change the store. `frees`: it deletes data and concerns no running job; when
+    the disk is full, such operations are performed before all other writes.
     """
 
     __slots__ = ()
@@ -51,8 +52,8 @@ class Submit(Operation, Struct, frozen=True):
     stored job returns that job. The job waits for at least `delay` seconds, and until the time of
     day `not_before`. `deadline`: seconds from now, or None for no deadline. `keep`: seconds between
     the job's end and the deletion of its result; if it is None, the result is kept until it is
-    released. `label`: the client's name of a line of a batch. `max_jobs`, `max_bytes`: bounds of
-    the owner's stored jobs and bytes, or 0 for no bound.
+    released. `label`: for a line of a batch, the client's name of the line. `max_jobs`,
+    `max_bytes`: bounds of the owner's stored jobs and bytes, or 0 for no bound.
     """
 
     admits: ClassVar[bool] = True
@@ -82,13 +83,13 @@ class Submit(Operation, Struct, frozen=True):
 
 
 class FeedNext(Operation, Struct, frozen=True):
-    """Takes waiting jobs that are due, to be run. Result: Fed.
+    """Reads waiting jobs that are due, so that they run. Result: Fed.
 
-    Owners take turns, one job a turn, in the order of their names from the first after
-    `after_owner`. The earliest due job of an owner comes first. The read ends at `count` jobs, or
-    at `max_bytes` of requests. It skips the jobs in `held`, the jobs of `but_owners`, and jobs with
-    fewer than `min_starts` or at least `below_starts` starts. The same commit adds 1 to `starts` of
-    each job that was read.
+    Owners take turns, with one job in each turn, in the order of their names. The first turn has
+    the owner whose name follows `after_owner`. The earliest due job of an owner comes first. The
+    read ends at `count` jobs, or at `max_bytes` of requests. It skips the jobs in `held`, all jobs
+    of the owners in `but_owners`, and jobs with fewer than `min_starts` or at least `below_starts`
+    starts. The same commit adds 1 to `starts` of each job that was read.
     """
 
     model: str
@@ -105,8 +106,8 @@ class FeedNext(Operation, Struct, frozen=True):
 class Progress(Operation, Struct, frozen=True):
     """Appends output to a running job. Results: Durable, Fate, UnknownName.
 
-    The result is `Fate` unless `chunk.pos` is the number of stored ids. The first ids of a
-    generation have `facts`. The job's `starts` becomes 0.
+    The result is `Fate` if `chunk.pos` is not the number of stored ids. The operation with the
+    first ids of a generation also has their `facts`. The job's `starts` becomes 0.
     """
 
     id: bytes
@@ -174,7 +175,7 @@ class Defer(Operation, Struct, frozen=True):
 
 
 class SetBack(Operation, Struct, frozen=True):
-    """Stores the loss of a job's worker; the job goes on. Results: Done, Fate, UnknownName.
+    """Stores the loss of a job's worker; the job continues. Results: Done, Fate, UnknownName.
 
     `charge` replaces the stored value, so that a restart of the broker keeps it. `cause` is kept as
     a failure of the job, with the worker's thread `stacks`.
@@ -192,10 +193,10 @@ class SetBack(Operation, Struct, frozen=True):
 
 
 class NewGeneration(Operation, Struct, frozen=True):
-    """Restarts the output of a job at position 0, as generation `gen` + 1. Results: as for Finish.
+    """Restarts the output of a job at position 0, as generation `gen` + 1.
 
-    The broker does this if the worker's model has a digest that differs from the digest with which
-    the output began. The stored ids and facts are deleted.
+    Results: Changed, Fate, UnknownName. The broker does this if the worker's model has a digest
+    that differs from the digest with which the output began. The stored ids and facts are deleted.
     """
 
     id: bytes
@@ -236,9 +237,9 @@ class Sweep(Operation, Struct, frozen=True):
     """Expires and deletes jobs, files and batches whose time is over. Result: Swept.
 
     Waiting jobs expire after their deadline. Jobs in `held` do not, because the broker itself ends
-    the jobs that it runs. Ended jobs become gone after `forget`; gone jobs are deleted after
-    `key_life`. One sweep expires at most `count` jobs, and lets at most `count` jobs become gone or
-    be deleted. `expired_end` is the packed terminal message of expired jobs.
+    the jobs that it runs. Ended jobs become gone at their time `forget`; gone jobs are deleted
+    `key_life` seconds later. One sweep expires at most `count` jobs, and lets at most `count` jobs
+    become gone or be deleted. `expired_end` is the packed terminal message of expired jobs.
     """
 
     frees: ClassVar[bool] = True
@@ -370,9 +371,10 @@ class ReadNotices(Operation, Struct, frozen=True):
 
 
 class ListNotices(Operation, Struct, frozen=True):
-    """Lists undelivered and given-up notices by `end_seq`. Result: Notices.
+    """Lists undelivered and given-up notices in the order of `end_seq`. Result: Notices.
 
-    If `owner` is None, notices of all owners are listed.
+    `after` is the `end_seq` after which the list begins. If `owner` is None, notices of all owners
+    are listed.
     """
 
     writes: ClassVar[bool] = False

@@ -1,8 +1,8 @@
 """The store in PostgreSQL. One broker uses it at a time; a broker on another machine can take over.
 
 The session that has the advisory lock owns the store. A broker can lose its session, and so the
-lock, and still run. So each transaction also locks the stored number of the owner and compares it
-with the broker's own number.
+lock, and still run. So the store has the boot number of the broker that owns it. Each transaction
+locks this number, and fails if it is another broker's number.
 """
 
 from __future__ import annotations

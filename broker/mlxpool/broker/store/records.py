@@ -53,7 +53,7 @@ MAX_STACKS = 16 * 1024  # most characters of a worker's stacks in a failure
 
 
 class JobState(StrEnum):
-    """The states of a job on disk. A running job is `waiting` there."""
+    """The states of a job on disk. A running job is stored as `waiting`."""
 
     WAITING = "waiting"
     DONE = "done"
@@ -115,17 +115,19 @@ class Chunk(Struct, frozen=True):
 
 
 class JobView(Struct, frozen=True):
-    """A job without its request and its output. `seq` is its number in the order of arrival.
+    """A stored job, without its request and its output. `seq`: its number in the order of arrival.
 
-    `gen` is the generation of its output, `pos` the number of durable ids in it. `retried` has
-    pairs: a number of ids, and how often the job was retried when it had this many ids. `starts`
-    counts how often the job was given to the core since its last durable id. `end` is the packed
-    terminal message; None while the job waits. `end_seq` orders the ends of all jobs; 0 while the
-    job waits. A line of a batch has `batch` and `line`. `due`: the time before which the job does
-    not run. `notice` is `waiting` or `given_up` if the notice of its end was not delivered.
-    `damaged` names the parts that the disk has changed. A changed end is None. If the record is
-    changed, `facts`, `ended`, `cause`, `attempts`, `charge` and `retried` have the values of a new
-    job.
+    `gen`: the generation of its output. `pos`: the number of durable ids of this generation.
+    `starts`: how often the job was given to the core since its last durable id. `charge`: the job's
+    blame for lost workers. `retried` has pairs: a number of ids, and how often the job was retried
+    when it had this many ids. `end`: the packed terminal message; None while the job waits.
+    `end_seq` orders the ends of all jobs; 0 while the job waits. `batch` and `line` are set if the
+    job is a line of a batch. `due`: the time before which the job does not run. `notice`: `waiting`
+    or `given_up` if the notice of its end was not delivered, else "".
+
+    `damaged` names the stored parts with wrong checksums. If the end is damaged, `end` is None. If
+    the record is damaged, `facts`, `ended`, `cause`, `attempts`, `charge` and `retried` have the
+    values of a new job.
     """
 
     seq: int
@@ -178,7 +180,7 @@ class Failure(Struct, frozen=True):
 
 
 class FedJob(Struct, frozen=True):
-    """A job that the broker has read to run it. `request` and `blobs` are those of `Submit`.
+    """A job that the broker has read to run it, with its `request` and the `blobs` of the request.
 
     `ids` are the packed durable ids, `job.pos` of them, without a gap. `deadline_left`: in seconds.
     `damaged`: the error if the disk has changed the request, so that the job cannot run; else "".
@@ -196,7 +198,7 @@ class FedJob(Struct, frozen=True):
 
 
 class Result:
-    """Base of all results."""
+    """The base class of the results of all operations of the store."""
 
     __slots__ = ()
 
@@ -254,11 +256,11 @@ class Fate(Result, Struct, frozen=True):
 
 
 class Fed(Result, Struct, frozen=True):
-    """Jobs to be run, in the order of the owners' turns. Their `starts` already count this run.
+    """Jobs to be run, in the order of the owners' turns. The `starts` of each job include this run.
 
     `last_owner` is the `after_owner` of the next `FeedNext`. `next_due` is the earliest due time of
-    further jobs; None without further jobs, or after a bound was reached. `more`: the bounds left
-    out further due jobs.
+    further jobs; None without further jobs, or after a bound was reached. `more`: further jobs are
+    due, but a bound left them out.
     """
 
     jobs: tuple[FedJob, ...]
@@ -296,7 +298,7 @@ class History(Result, Struct, frozen=True):
 
 
 class StoredRequest(Result, Struct, frozen=True):
-    """The submission of a job: `request` and `blobs` are those of `Submit`."""
+    """The submission of a job: its packed request, and the blobs of the request."""
 
     job: JobView
     request: bytes
@@ -344,9 +346,10 @@ class Swept(Result, Struct, frozen=True):
 
 
 class Backlog(Result, Struct, frozen=True):
-    """The waiting jobs by model and priority. The store counts running jobs as waiting.
+    """The numbers of waiting jobs at the time `now`, by model and priority.
 
-    `waiting` has (model, priority, number of jobs, earliest due time, greatest `starts` of a job).
+    The store counts running jobs as waiting. An entry of `waiting` is (model, priority, number of
+    jobs, earliest due time, greatest `JobView.starts` of these jobs).
     """
 
     waiting: tuple[tuple[str, int, int, float, int], ...]
@@ -377,7 +380,11 @@ class Notice(Result, Struct, frozen=True):
 
 
 class Notices(Result, Struct, frozen=True):
-    """Due notices; `next` is the due time of the next notice."""
+    """The notices that an operation has read.
+
+    After ReadNotices, `next` is the earliest due time of the notices that are not due yet; None if
+    there is no such notice. After ListNotices it is None.
+    """
 
     notices: tuple[Notice, ...]
     next: float | None

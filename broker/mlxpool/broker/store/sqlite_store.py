@@ -257,7 +257,8 @@ class SqliteStore(SqlStore):
 class SqliteOpener(Opener):
     """The opener of the store in a folder. It locks the folder for the life of the broker.
 
-    Raises StoreInUse, StoreUnwritable or StoreUnusable, see StateDir.
+    Raises StoreInUse if another broker has locked the folder, and StoreUnwritable or StoreUnusable
+    if the folder cannot be used.
     """
 
     def __init__(

@@ -49,8 +49,8 @@ class StateDir(Closing):
     def database(self) -> Path:
         """Returns the path of the newest database, or of the first database in an empty folder.
 
-        Databases are numbered: `jobs-1.db`. The replacement of a damaged database gets the next
-        number in one rename, so its log never mixes with the old log.
+        Databases are numbered: `jobs-1.db`. The copy that replaces a damaged database gets the next
+        number in one rename, so the logs of the two databases are never mixed.
         """
         return self.path / f"jobs-{max(self._numbers(), default=1)}.db"
 

@@ -221,7 +221,8 @@ class Health(Struct, frozen=True):
     """The state of the store and its load.
 
     `busy` is the age of the present transaction in seconds; 0 without a transaction. `operations`
-    and `bytes` have the load, see Load.
+    and `bytes` are the number and the size of the operations in the inbox and in the present
+    transaction.
     """
 
     state: HealthState
@@ -342,9 +343,9 @@ class StoreWriter(threading.Thread):
         return True
 
     def _perform(self) -> None:
-        """Performs all operations that have no result yet in one transaction.
+        """In one transaction, performs all operations that have no result yet.
 
-        If the disk is full, performs those of them that are possible.
+        If the disk is full, performs only the operations that are still possible.
         """
         group = list(self._open)
         try:

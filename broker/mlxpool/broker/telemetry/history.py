@@ -187,8 +187,8 @@ def recent_events(points: Iterable[Point]) -> RecentEvents:
 def quantile(bounds: Sequence[float], counts: Sequence[int], part: float) -> float | None:
     """Returns the quantile `part` of all values, 0 < part < 1; None without values.
 
-    Values are taken to be spread evenly over their bucket. A value above the last bound counts as
-    the last bound.
+    The values of a bucket are assumed to be spread evenly. The last bound replaces each value above
+    it.
     """
     rank, below, low = part * sum(counts), 0, 0.0
     for bound, count in zip(bounds, counts, strict=False):

@@ -32,7 +32,7 @@ _NO_FIGURES = Figures()  # figures of a model without requests
 
 
 class BrokerInfo(Struct, frozen=True):
-    """The row of the broker. The fields are the keys of `broker` in `ps` and `stats`."""
+    """Figures of the broker. The fields are the keys of `broker` in `ps` and `stats`."""
 
     pid: int
     boot: int
@@ -54,7 +54,7 @@ class BrokerInfo(Struct, frozen=True):
 
 
 class GatewayInfo(Struct, frozen=True):
-    """The row of the gateway. The fields are the keys of `gateway` in `ps` and `stats`."""
+    """Figures of the gateway. The fields are the keys of `gateway` in `ps` and `stats`."""
 
     url: str
     state: str  # starting | ready | restarting | draining | stopped
@@ -66,7 +66,7 @@ class GatewayInfo(Struct, frozen=True):
 
 
 class ModelSnapshot(Struct, frozen=True):
-    """The row of a model.
+    """The state and the figures of a model.
 
     `histograms` is empty until the model's first request, so that unused models cost little.
     """
@@ -94,7 +94,7 @@ class ModelSnapshot(Struct, frozen=True):
 
 
 class RankSnapshot(Struct, frozen=True):
-    """The row of a rank above 0 in a group, a worker with one process (rank) per device.
+    """The state of a rank above 0 in a group, a worker with one process (rank) per device.
 
     `pid` is 0 until the process of the rank has begun.
     """
@@ -164,7 +164,7 @@ class WorkerSnapshot(Struct, frozen=True):
 
     @property
     def acceptance(self) -> float | None:
-        """The accepted share of the checked draft tokens, 0 to 1; None without checked tokens."""
+        """The accepted fraction of checked draft tokens, 0 to 1; None without checked tokens."""
         drafted = self.speculation.get("drafted", 0)
         return self.speculation.get("accepted", 0) / drafted if drafted > 0 else None
 
@@ -224,7 +224,10 @@ def take(
     gateway: GatewayInfo | None = None,
     jobs: JobFigures | None = None,
 ) -> Snapshot:
-    """Takes a snapshot. With `listing` it includes the rows of models that only `ps` prints."""
+    """Takes a snapshot.
+
+    If `listing` is set, the snapshot includes the list of models, which only `ps` prints.
+    """
     registry = state.registry
     slots = registry.slots.values()
     return Snapshot(

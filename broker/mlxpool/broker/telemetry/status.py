@@ -202,7 +202,10 @@ def _model(model: ModelSnapshot, rate: float, recent: Sequence[float | None]) ->
 
 
 def _load_progress(worker: WorkerSnapshot) -> float | None:
-    """Returns the share of the weights that a loading worker has loaded; None for other workers."""
+    """Returns the fraction of the weights that a loading worker has loaded.
+
+    Returns None for other workers.
+    """
     if worker.beat is None or worker.state not in ("starting", "loading"):
         return None
     return _rounded(worker.beat.load_progress, 3)

@@ -1,11 +1,11 @@
-"""A reserve of free file descriptors. libzmq aborts the process if it has none for an ipc client.
+"""A reserve of free file descriptors: without one for an ipc client, libzmq aborts the process.
 
 libzmq's thread also accepts connections while the broker's thread waits for a CPU. A crowd of
 clients that exhausts the descriptors in that time still ends the broker.
 
 If descriptors become scarce, the broker closes connections without live streams, the newest first.
-If that does not suffice, it unbinds the front's endpoints until enough are free again. Then libzmq
-closes all their connections, and clients reconnect and retry.
+If that does not suffice, it unbinds the front's endpoints until enough descriptors are free again.
+Then libzmq closes all connections of these endpoints, and clients reconnect and retry.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 libzmq bounds neither the parts nor the bytes of an unfinished message (MAXMSGSIZE bounds a single
 part), and does not report unfinished messages. But a client with live streams pings every second,
 which it cannot in the middle of a message. So if memory exceeds the bytes of requests and backlogs,
-the guard closes connections without a recent whole message. If that does not help, it closes all
-connections, and the front stays unbound until the remaining memory is known. Honest clients
-reconnect and retry.
+the guard closes the connections that have not sent a whole message recently. If that does not help,
+it closes all connections, and the front stays unbound until the remaining memory is known. Honest
+clients reconnect and retry.
 """
 
 from __future__ import annotations

@@ -164,9 +164,9 @@ class Peers:
     ) -> None:
         """With `authorize`, the sender of each message is checked by the user id of its handshake.
 
-        `keep_gone`: a closed peer keeps its number until `forget`, so that its last messages can
-        still be recognised as its own; without `keep_gone` it is forgotten immediately.
-        `max_backlogs`: the bound on the bytes that wait for all peers together.
+        `keep_gone`: a closed peer keeps its number until `forget`, so that messages that it sent
+        before are still recognised as messages of this peer. Without `keep_gone`, it is forgotten
+        immediately. `max_backlogs`: the bound on the bytes that wait for all peers together.
         """
         self.socket = socket
         self.authorize = authorize
@@ -211,9 +211,10 @@ class Peers:
         return peer, parts
 
     def _skip(self) -> tuple[Peer, list[bytes]] | None:
-        """Skips some parts of a message with too many parts; returns it after the last part.
+        """Skips some parts of a message with too many parts.
 
-        A message may have millions of parts, and other peers wait.
+        Returns the sender and the first parts after the last part was skipped, and None before. A
+        message may have millions of parts, and other peers wait.
         """
         for _ in range(MAX_SKIPPED_PARTS):
             if not self.socket.getsockopt(zmq.RCVMORE):
@@ -325,7 +326,7 @@ class Peers:
             self.disconnect(peer)
 
     def overflowed(self, number: int) -> bool:
-        """Returns whether this is the peer that was given up last for its own long backlog."""
+        """Returns whether the peer is the last peer that was given up for its own long backlog."""
         return number == self._overflowed
 
     def next_retry(self) -> float:

@@ -22,10 +22,10 @@ EDGE_FRESH = 2.0  # seconds within which an edge thread that moved counts as ali
 
 
 class Sample(Struct, frozen=True):
-    """A sample of a worker's process. `look` is the reading of its progress block.
+    """A sample of a worker's process. `look` is the progress that the process has published.
 
-    `compute_wait_ns` and `edge_wait_ns` are the nanoseconds in which a thread could run but had no
-    CPU.
+    `compute_wait_ns` and `edge_wait_ns` are the nanoseconds in which the compute thread and the
+    edge (main) thread could run but had no CPU.
     """
 
     look: ProgressReading
@@ -42,8 +42,9 @@ class Sample(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True):
-    """A verdict on the liveness of a worker. `age` is the age of one of its signals in seconds.
+    """A verdict on the liveness of a worker.
 
+    `age` is the number of seconds since the last heartbeat, or since the last progress of a thread.
     The worker is suspect from the age `limit` on, and hung from twice this age on.
     """
 
@@ -63,7 +64,7 @@ class Verdict(Struct, frozen=True):
 
 
 class Watch(Struct, eq=False):
-    """The last sample of a process, and the ages of its signals in seconds.
+    """The last sample of a process, and the seconds since its last heartbeat and progress.
 
     Only time in which the process could run counts. `still` is the age of the compute thread's last
     progress, `silent` the age of the last heartbeat, and `edge_still` the age of the last progress
@@ -98,7 +99,9 @@ class Watch(Struct, eq=False):
 def _running_time(gap: float, wait_before: int, wait_now: int) -> float:
     """Returns the seconds of `gap` in which a thread did not wait for a CPU.
 
-    The result is negative after a long wait, because the kernel counts a wait only at its end.
+    `wait_before`, `wait_now`: the thread's total wait for a CPU before and after the gap, in
+    nanoseconds. The result is negative after a long wait, because the kernel counts a wait only at
+    its end.
     """
     return gap - max(0, wait_now - wait_before) / 1e9
 
@@ -125,10 +128,11 @@ def limit_of(look: ProgressReading, config: PoolConfig) -> float:
 
 
 def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int = 0) -> Verdict:
-    """Returns the worst verdict of all signals. Before its welcome a worker sends no heartbeats.
+    """Returns the worst verdict on the memory, the heartbeats and the threads of a worker.
 
-    A group is judged by all its ranks: if one rank stops, the other ranks wait for it. If the
-    ranks' progress shows which rank they wait for, the cause names this rank.
+    Before its welcome a worker sends no heartbeats. A group is judged by all its ranks: if one rank
+    stops, the other ranks wait for it. If the ranks' progress shows which rank they wait for, the
+    cause names this rank.
     """
     rss = watch.sample.all_rss
     if 0 < memory_limit < rss:
@@ -148,9 +152,10 @@ def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int
 
 
 def _stopped_rank(watch: Watch, verdict: Verdict) -> int:
-    """Returns the first rank above 0 that a signal has stopped while the others wait, or 0.
+    """Returns the first rank above 0 that is stopped (SIGSTOP) while the other ranks wait for it.
 
-    The limit of that rank may be infinite, because a rank between two passes need not progress.
+    Returns 0 if there is no such rank. The limit of the stopped rank may be infinite, because a
+    rank between two passes need not progress.
     """
     if verdict.suspect:
         for rank, other in enumerate(watch.others, 1):

@@ -44,8 +44,8 @@ def has_image_place(worker: Worker, request: Request) -> bool:
     """Returns whether the worker may get the images of a request; True without images.
 
     A worker prepares images one after the other, and a request occupies a place of the batch during
-    that time. So at most half of a worker's places may have images in preparation, or its only
-    place.
+    that time. So at most half of a worker's places, but at least one place, may have images in
+    preparation.
     """
     if not request.message.prompt.images:
         return True
@@ -92,8 +92,8 @@ def may_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> boo
 def could_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
     """Returns whether the worker, one of `workers`, may get the request once it has room.
 
-    Returns False while the worker runs a request that limits the batch: the limit then decides, and
-    not the room, which requests run at the same time.
+    Returns False while the worker runs a request that limits the size of the batch. Then this
+    limit, and not the room, decides which requests run at the same time.
     """
     return (
         not worker.batch_bounds
@@ -127,10 +127,11 @@ def choose_pair(
 ) -> tuple[Request, Worker] | None:
     """Returns a request of `waiting` and the worker that gets it; None if no pair is allowed.
 
-    `model` is the measured speed of the model's workers. `behind`: how many requests wait besides
-    the one to assign. The pair with the lowest cost is chosen; unless `cache_aware`, all costs are
-    equal. Among workers of equal cost, the worker that can take the most further requests is
-    chosen, then the worker that has been ready for longest.
+    `model` is the measured speed of the model's workers. `behind` is the number of waiting requests
+    besides the request to assign. The pair with the lowest loss is chosen: its cost minus the cost
+    of the request's cheapest worker. If `cache_aware` is False, costs are ignored. Among equal
+    pairs the earliest request is chosen, then the worker that can take the most further requests,
+    then the worker that has been ready for longest.
     """
     serving = [worker for worker in workers if worker.serves]
     serving.sort(key=lambda worker: (-worker.credit(), worker.ready_at))

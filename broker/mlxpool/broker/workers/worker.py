@@ -116,7 +116,10 @@ class Worker:
 
     @property
     def proven(self) -> bool:
-        """Returns whether the worker has served, so that its end is no failed start."""
+        """True if the worker has ended a request or has made PROVEN_TOKENS tokens.
+
+        The end of such a worker is not a failed start.
+        """
         return self.served > 0 or self.tokens >= PROVEN_TOKENS
 
     @property
@@ -145,10 +148,10 @@ class Worker:
         return max(0, self.sequences - (self.works_sent - self.works_seen))
 
     def room(self) -> int:
-        """Returns the number of further requests that the worker may get now.
+        """Returns the number of further requests that the worker may get within its batch limits.
 
-        It is the credit. If a run limits the size of its batch, the number is at most the places
-        that this limit leaves.
+        It is the credit. If a running request limits the size of its batch, the number is at most
+        the number of requests that this limit still allows.
         """
         bound = min(self.batch_bounds.values(), default=None)
         credit = self.credit()

@@ -102,7 +102,7 @@ class Conversation(Struct, eq=False):
         return messages
 
     def keep(self, text: str, answer: str) -> None:
-        """Adds the user's text and the answer: if it was cancelled, the part that was shown."""
+        """Adds the user's text and the answer. Of a cancelled answer, adds the shown part."""
         self.turns.append(self._user_message(text))
         self.turns.append({"role": "assistant", "content": answer})
         self.attached.clear()

@@ -52,7 +52,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def scale(text: str) -> range:
-    """Returns the bounds of a scale. Raises ArgumentTypeError if the text is not LOW-HIGH."""
+    """Returns the numbers of a scale. Raises ArgumentTypeError if the text is not LOW-HIGH."""
     low, _, high = text.partition("-")
     if not low.isdecimal() or not high.isdecimal() or int(low) >= int(high):
         raise argparse.ArgumentTypeError(f"must be two numbers such as 1-10, got {text}")

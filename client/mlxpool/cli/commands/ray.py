@@ -100,7 +100,10 @@ def run_status(options: argparse.Namespace) -> int:
 
 
 def name_of(options: argparse.Namespace) -> str:
-    """Returns the pool's name: of --name, or of the file. Raises BadRequest if neither is given."""
+    """Returns the pool's name: the value of --name, or the name of the file without its suffix.
+
+    Raises BadRequest if neither --name nor the file is given.
+    """
     from mlxpool.cluster.pool_spec import check_name
 
     if options.name is None and options.file is None:

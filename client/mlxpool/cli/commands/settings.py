@@ -63,7 +63,10 @@ def show(options: argparse.Namespace) -> int:
 
 
 def as_toml(settings: Sequence[Setting], *, origin: bool) -> Iterator[str]:
-    """Yields the lines of a TOML file, with a section for each table; `origin` adds comments."""
+    """Yields the lines of a TOML file, with a section for each table.
+
+    If `origin` is set, a comment after each setting names its origin.
+    """
     sections: dict[str, list[tuple[str, str]]] = {}
     for setting in settings:
         section, _, key = setting.key.rpartition(".")

@@ -226,7 +226,10 @@ def _row(
 
 
 def _acceptance(before: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
-    """Returns the accepted fraction of a worker's draft tokens between two snapshots, or None."""
+    """Returns the accepted fraction of a worker's draft tokens between two snapshots.
+
+    Returns None if the worker made no draft tokens between them.
+    """
     old, new = (row.get("speculation") or {} for row in (before, now))
     drafted, accepted = (new.get(key, 0) - old.get(key, 0) for key in ("drafted", "accepted"))
     return accepted / drafted if drafted > 0 else None

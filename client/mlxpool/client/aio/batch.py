@@ -40,7 +40,7 @@ class AsyncBatch:
             seen = self.row["mark"]
 
     async def wait(self) -> dict[str, Any]:
-        """Waits until the batch has ended. Returns its map."""
+        """Waits until the batch has ended. Returns the batch's map, `row`."""
         async for _ in self.progress():
             pass
         return self.row

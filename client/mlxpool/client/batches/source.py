@@ -56,7 +56,7 @@ class Source(Struct, eq=False):
         return Source(self.lines, self.defaults, self.check)
 
     def parts(self) -> Iterator[Part]:
-        """Yields the parts in order. Raises BadRequest and TooLarge naming the line, OSError."""
+        """Yields the parts in order. Raises OSError, and BadRequest or TooLarge naming the line."""
         waiting = bytearray()
         start = 0
         for line in self._checked():

@@ -41,7 +41,7 @@ class Batch:
             seen = self.row["mark"]
 
     def wait(self) -> dict[str, Any]:
-        """Waits until the batch has ended. Returns its map."""
+        """Waits until the batch has ended. Returns the batch's map, `row`."""
         for _ in self.progress():
             pass
         return self.row

@@ -17,7 +17,7 @@ MAX_SCANNED = 500  # the most models of a folder; a list of them fits into one m
 def fault_of_name(name: str) -> str | None:
     """Returns why a text cannot be a model's name; None if it can.
 
-    A name must not end in /NUMBER, because names of slots do.
+    A name must not end in /NUMBER, because the names of slots have this form (`counting/0`).
     """
     parts = name.split("/")
     if not _is_text(name):

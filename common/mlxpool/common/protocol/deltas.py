@@ -54,7 +54,7 @@ PROMPT_KEY = "prompt"  # in the entry of a prompt's token: its number in the pro
 
 
 def size_of_logprobs(logprobs: Iterable[Mapping[str, Any]]) -> int:
-    """Returns an upper bound of the bytes of reported tokens."""
+    """Returns an upper bound of the encoded bytes of these log-probabilities of tokens."""
     return LOGPROB_BYTES * sum(1 + len(entry.get("top", ())) for entry in logprobs)
 
 
@@ -77,7 +77,10 @@ def count_of_report(delta: Delta) -> int:
 
 
 def report_begin(delta: Delta) -> int:
-    """Returns the number of the first prompt token that a delta reports; -1 if it reports none."""
+    """Returns the position in the prompt of the first prompt token that a delta reports.
+
+    Returns -1 if the delta reports no prompt token.
+    """
     entry = delta.logprobs[0] if delta.logprobs else None
     number = entry.get(PROMPT_KEY) if isinstance(entry, Mapping) else None
     return number if type(number) is int else -1
@@ -183,7 +186,7 @@ class Deltas(Content, Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
-    """Counts of tokens of the whole completion, including the ids of a resumed stream."""
+    """Counts of tokens of the whole completion, including the ids from before a resume."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -204,7 +207,7 @@ class Usage(Struct, frozen=True):
 
 
 class RunEnd(Struct, frozen=True):
-    """The end of a run in its worker, sent in the last row of `deltas`.
+    """The end of a worker's run of a request, sent in the request's last row of `deltas`.
 
     The broker forwards `usage` and `timings_ms` unchanged. `complete` is True if the answer
     satisfies its `format`; None if it has no format.

@@ -225,9 +225,10 @@ def _is_count(value: object) -> bool:
 
 
 def check_shape(value: Any, depth: int) -> None:
-    """Raises BadRequest if a value is nested too deep to be printed safely, or has a timestamp.
+    """Raises BadRequest for a value with more than `depth` nested maps and lists, or a timestamp.
 
-    msgpack decodes timestamps itself, without the hook for extension types.
+    A deeper value cannot be printed safely. Timestamps are checked here, because msgpack does not
+    call the hook for extension types for them.
     """
     if isinstance(value, msgpack.Timestamp):
         raise BadRequest("ext type -1 is not part of the protocol")

@@ -56,8 +56,8 @@ class StreamDelta(Content):
     path. `pos` is sent in the header; `size` (bytes of text, ids and log-probabilities) is not
     sent. `facts` (the worker's data about the model and the prompt) come with the first ids from
     each worker. `steps` is set if a reader of a job asked for it. Each pair in `steps` is the
-    number of ids and the number of characters up to the end of a step. Pairs (0, 0) precede these
-    pairs: each means that the job failed once at `pos` and was retried.
+    number of ids and the number of characters from the start of the delta to the end of a step.
+    Pairs (0, 0) precede these pairs: each means that the job failed once at `pos` and was retried.
     """
 
     kind: ClassVar[str] = "delta"
@@ -108,9 +108,10 @@ class Done(Content, Struct, frozen=True):
     """The end of a stream without an error. Times are in milliseconds.
 
     `text` is text that was not sent yet; `reason` is stop, length or cancelled; `attempts` is the
-    number of times that the broker gave the request to a worker. `complete`: see RunEnd. `answer`
-    is set for the job of a call, such as `embed`: it is the call's answer without usage and times,
-    whose blobs are the blobs of the message.
+    number of times that the broker gave the request to a worker. `complete` is True if the answer
+    satisfies its `format`; None if it has no format. `answer` is set if the stream is a job that is
+    a call, such as `embed`. It is the call's answer; the usage and times are in the fields of this
+    message, and the blobs of the answer are the blobs of this message.
     """
 
     kind: ClassVar[str] = "done"

@@ -95,7 +95,7 @@ def section(name: str) -> str:
 def read(path: Path, role: str = "") -> KeyPair:
     """Returns the key pair in a file. `role`: the role that the key must have; "" allows any role.
 
-    Raises BadKey naming the file, also if other users can read it.
+    Raises BadKey naming the file if its key cannot be used, or if other users can read the file.
     """
     try:
         with path.open("rb") as file:

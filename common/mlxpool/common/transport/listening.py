@@ -48,8 +48,8 @@ def _listen(host: str, port: int) -> socket.socket:
 def reserve(host: str) -> socket.socket:
     """Returns a socket that is bound to a free port of an IPv4 address, and does not listen.
 
-    Until this socket is closed, the kernel does not assign the port to a socket that asks for any
-    port, and refuses it to sockets without SO_REUSEADDR. Under Linux a socket with SO_REUSEADDR can
+    Until this socket is closed, the kernel does not assign the port to a socket that binds port 0,
+    and refuses it to sockets without SO_REUSEADDR. Under Linux a socket with SO_REUSEADDR can
     listen on the port. Raises OSError if the address cannot be bound.
     """
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -26,10 +26,10 @@ def ask(
     ident: bytes | None = None,
     timeout: float = 2.0,
 ) -> dict[str, Any] | None:
-    """Sends one message. Returns the body of the answer; None without one in `timeout` seconds.
+    """Sends one message, and returns the body of the answer.
 
-    Raises Unauthorized if the handshake fails, for example for a refused key. Raises the error in
-    the broker's answer.
+    Returns None if no answer comes within `timeout` seconds. Raises Unauthorized if the handshake
+    fails, for example for a refused key. Raises the error in the broker's answer.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = sockets.dealer(context, endpoint, credentials)

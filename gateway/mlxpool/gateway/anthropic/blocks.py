@@ -239,7 +239,10 @@ def _decoded(where: str, data: object) -> str:
 
 
 def _of_result(where: str, block: Mapping[str, Any]) -> str:
-    """Returns the text of a block in a tool result, or a note if no model can read the block."""
+    """Returns the text of a block in a tool result.
+
+    For a block that no model can read, returns a text that names the block's type.
+    """
     if block["type"] == "text":
         return _text(where, block, "text")
     if block["type"] == "tool_reference":
@@ -264,7 +267,7 @@ def blocks(where: str, content: object, param: str = "messages") -> Sequence[Map
 def texts(where: str, content: object, advice: str, param: str = "messages") -> str:
     """Returns a content as text: its text, or the texts of its blocks, one a line; "" for null.
 
-    Raises HttpError.
+    Raises HttpError for a block of another type; `advice` ends the error message.
     """
     if content is None or isinstance(content, str):
         return content or ""

@@ -180,7 +180,7 @@ class MessageEvents(Struct, eq=False):
     def _start(self) -> bytes:
         """Returns the first event.
 
-        It reports no cached tokens: their number is known only at the end.
+        The event reports no cached tokens, because their number is known only at the end.
         """
         usage = {
             "input_tokens": self.generation.facts.get("prompt_tokens") or 0,

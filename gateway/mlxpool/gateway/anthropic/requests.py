@@ -190,8 +190,8 @@ class MessageRequest(Struct, frozen=True):
     """A checked request.
 
     `level`: the level of thinking for a model with levels; None means the model's default. If
-    `shows_thoughts` is False, thoughts are left out of the answer. `eager`: names of tools whose
-    arguments are streamed as the model writes them, even if they are not JSON.
+    `shows_thoughts` is False, the answer's blocks of thoughts are empty. `eager`: names of tools
+    whose arguments are streamed as the model writes them, even if they are not JSON.
     """
 
     chat: ChatRequest
@@ -309,8 +309,8 @@ def _tools(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:
     """Returns the offered tools, the tools of which one must be called, and a boolean.
 
-    The boolean tells whether several calls are allowed. The second list is empty if the model
-    decides.
+    The boolean is True if several calls are allowed. The second list is empty if the model decides
+    whether to call a tool.
     """
     numbered = fields.tools_of_kind(body, (None, "custom"))
     tools = [_tool(f"tools[{number}]", tool) for number, tool in numbered]

@@ -34,10 +34,11 @@ THINKING = {"brackets": ("[THINK]", "[/THINK]"), "tags": ("<think>", "</think>")
 
 
 class ChatFormats(Struct, frozen=True):
-    """The formats of tool calls and of thoughts in a model's chat template, by their names.
+    """The names of the formats of tool calls and of thoughts in a model's chat template.
 
-    A name is None if the template has no tools, or no thoughts. `generic_tools`: the setting of the
-    model, see `generic_tools.offered_tools`.
+    `tools` is None if the template does not support tools, `thinking` if it does not support
+    thoughts. `generic_tools`: the model's setting that decides when tools become text of messages,
+    if the template does not support tools: `off`, `forced` (if a call is required) or `always`.
     """
 
     tools: str | None = None

@@ -149,9 +149,10 @@ class Lexer:
         return held
 
     def _end(self, text: str, at: int) -> int:
-        """Returns the index at which the text may end with the beginning of a mark.
+        """Returns the start of the text's longest suffix that may be the beginning of a mark.
 
-        Returns the length of the text if its end cannot be the beginning of a mark.
+        The start is at least `at`. If no suffix may be the beginning of a mark, returns the length
+        of the text.
         """
         for start in range(max(at, len(text) - self._max_held), len(text)):
             if text[start:] in self._prefixes:

@@ -1,7 +1,7 @@
 """Grammars that constrain an answer to tool calls in the model's own format. Pure.
 
-The parser of this format can read every text that the grammar allows. A function returns a grammar
-as the pool's option `format`.
+The parser of this format can read every text that the grammar allows. The functions return a
+grammar as the pool's option `format`.
 """
 
 from __future__ import annotations

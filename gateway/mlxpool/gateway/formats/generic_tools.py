@@ -49,8 +49,8 @@ def offered_tools(
 ) -> OfferedTools:
     """Returns the messages and tools for a prompt, with calls and tools as text if necessary.
 
-    This is necessary if the chat template knows no tools; the setting "off" of `generic_tools`
-    forbids it. Earlier calls then become texts of messages. The tools become text if the setting is
+    Returns both unchanged if the chat template supports tools, or if the setting `generic_tools` is
+    "off". Otherwise earlier calls become texts of messages. The tools become text if the setting is
     "always", or if the answer has to call a tool (`forced`).
     """
     if chat.tools is not None or chat.generic_tools == OFF:

@@ -221,9 +221,10 @@ def _is_name(value: object) -> bool:
 
 
 def _as_object(text: str) -> str:
-    """Converts arguments that are not a JSON object: returns {} for null and other JSON unchanged.
+    """Returns the JSON text of a call's arguments in the form of an object, if possible.
 
-    Of a string it returns the content, because some models put the object in a string.
+    Returns "{}" for null. Returns the content of a JSON string, because some models put the object
+    into a string. Returns any other text unchanged.
     """
     value = _decoded(text)
     if isinstance(value, str):
@@ -280,11 +281,10 @@ class Hermes(MarkedParser):
 
 
 class LlamaJson(MarkedParser):
-    """`{"name": …, "parameters": {…}}` as the whole answer: Llama 3.
+    """`{"name": …, "parameters": {…}}` at the beginning of the text: Llama 3.
 
-    The text may begin with one or more calls of the request's tools.
-
-    All other text is the answer, including other JSON and calls of unknown tools.
+    The text may begin with several calls of the request's tools. All other text is the answer,
+    including other JSON and calls of unknown tools.
     """
 
     marks = (TAG,)

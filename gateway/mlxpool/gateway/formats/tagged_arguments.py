@@ -139,7 +139,8 @@ def _writable(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def _text_of(style: TaggedStyle, key: str, schema: Mapping[str, Any], held: Held) -> str:
     """Returns the grammar's terminal for the value of a string argument, without the end tag.
 
-    A schema that this format cannot follow allows any text. With Held.ALL it raises ValueError.
+    For a schema that this format cannot follow, the terminal allows any text. With Held.ALL such a
+    schema raises ValueError.
     """
     try:
         return _value(style, key, schema)

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between marks: Qwen3-Coder, Qwen 3.5, GLM 4. Pure."""
+"""Calls whose arguments are between tags: Qwen3-Coder, Qwen 3.5, GLM 4. Pure."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class FunctionXml(TaggedCallParser):
 
 
 class Glm(TaggedCallParser):
-    """GLM 4: a name after the call mark, then pairs of marked keys and values.
+    """GLM 4: the tool's name, then pairs of a key and a value, all between tags.
 
     `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`
     """

@@ -48,7 +48,7 @@ class ChatRequest(Struct, frozen=True):
     function: str = ""
 
     def choice(self, model: ModelInfo) -> ChoiceRequest:
-        """Returns the request to the pool.
+        """Returns the chat as a request to the pool.
 
         Raises HttpError for features that the model's template lacks.
         """
@@ -75,11 +75,13 @@ def check_formats(
     options: Mapping[str, Any],
     think_field: str,
 ) -> Mapping[str, Any]:
-    """Returns the options, without `think` if the chat template of the model `name` cannot think.
+    """Checks a request's tools and thoughts against the chat template of the model `name`.
 
-    Raises HttpError for tools if the template supports none. Raises it for thoughts if the template
-    has none and the field `think_field` only switches thinking on or off. A field that names an
-    effort is ignored instead, because programs send it to every model.
+    Returns the options, without `think` if the template does not support thoughts. Raises HttpError
+    for tools if the template does not support tools. Raises HttpError if the request switches
+    thoughts on by `enable_thinking` and the template does not support thoughts. A field that names
+    an effort is ignored instead, because programs send it to every model. `think_field`: the name
+    of the field that the request has for thoughts.
     """
     if tools and chat.tools is None:
         advice = "" if chat.generic_tools == OFF else ", or have a call forced by `tool_choice`"
@@ -105,8 +107,9 @@ def calls_format(
     If the result is empty, the format in `options` stays. `forced`: the tools of which the answer
     must call one. Without `forced`, arguments of strict tools follow their schemas; if `options`
     also has a format, the answer is calls, or a text in that format. `function`: the path of the
-    function inside a tool, for error messages. Raises HttpError if the model's format of calls, or
-    a schema, does not allow it.
+    function inside a tool, for error messages. Raises HttpError if the model's format of calls has
+    no grammar, if the format in `options` cannot be combined with calls, or if a grammar cannot
+    follow a strict schema.
     """
     strict = [number for number, tool in enumerate(tools) if tool["function"].get("strict")]
     text_format = options.get("format") if tools else None

@@ -152,7 +152,11 @@ def _logprobs(deltas: Sequence[Delta]) -> tuple[Mapping[str, Any], ...]:
 
 
 def stream_arguments(request: ChoiceRequest, deadline: float | None) -> dict[str, Any]:
-    """Returns the client's arguments with the deadline (seconds), and messages for the template."""
+    """Returns the keyword arguments of a request for the client's `stream`.
+
+    Adds the deadline, and converts messages to the form that the model's chat template reads.
+    `deadline`: seconds from now; None sets no deadline.
+    """
     arguments = dict(request.arguments)
     if deadline is not None:
         arguments["deadline_ms"] = milliseconds(deadline)

@@ -63,7 +63,7 @@ class KeptAnswer:
     """Reads the output of a job, and makes an update of each decode step.
 
     The pool stores the steps with the output, so all readers get the same updates. Leaving the
-    context ends the reading; the job goes on.
+    context ends the reading; the job continues.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ def may_resume(requests: Sequence[ChoiceRequest]) -> bool:
 class ResumableGeneration:
     """All choices of a request as jobs, which are read one after the other.
 
-    Leaving the context ends the reading; the jobs go on. Implements Answers, as Generation does.
+    Leaving the context ends the reading; the jobs continue. Implements Answers, as Generation does.
     """
 
     def __init__(

@@ -47,8 +47,8 @@ class Action(Enum):
 class Block(Struct, eq=False):
     """A block. A call's `text` is the JSON of its arguments, and its `name` is its tool.
 
-    `cut`: the answer ended inside the block, at its bound of tokens; a call with complete arguments
-    is not cut. `logprobs`: the log-probabilities of the tokens of a text.
+    `cut`: the token limit or a cancel ended the answer inside the block; a call with complete
+    arguments is not cut. `logprobs`: the log-probabilities of the tokens of a text.
     """
 
     kind: Kind

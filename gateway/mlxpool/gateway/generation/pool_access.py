@@ -36,7 +36,7 @@ UNNAMED = (
 
 
 def _for_owner(client: AsyncClient) -> AsyncClient:
-    """Returns the client on behalf of the owner of the request that this task serves."""
+    """Returns a client that acts for the owner of the request that this task serves."""
     owner = current_owner.get()
     return client.for_owner(owner) if owner else client
 
@@ -78,7 +78,11 @@ class PoolAccess:
     async def find_kept(
         self, ask: Callable[[AsyncClient], Awaitable[Answer]], *, despite_silent: bool = False
     ) -> Answer:
-        """Asks all pools for a job, file or batch of this request's owner; see Pools.find."""
+        """Returns the answer of the pool that keeps a job, file or batch of the request's owner.
+
+        `ask` sends the request to one pool. `despite_silent`: pools that do not answer are ignored
+        if another pool that keeps jobs answers. Raises the errors of `Pools.find`.
+        """
         self._check_owner()
         return await self.models.find(
             lambda client: ask(_for_owner(client)), despite_silent=despite_silent

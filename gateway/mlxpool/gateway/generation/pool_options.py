@@ -79,9 +79,9 @@ _TYPES: Mapping[str, tuple[str, str]] = {
 
 
 def sampling_options(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the pool's options that `body` sets, or else DEFAULTS. Raises HttpError.
+    """Returns the pool's options that `body` sets, and DEFAULTS for options that it does not set.
 
-    `names` maps the fields of the interface to the names of the pool's options.
+    `names` maps the fields of the interface to the names of the pool's options. Raises HttpError.
 
     As on other servers, a `seed` of -1 requests a random seed, and -1 turns `top_k` off.
     """
@@ -106,7 +106,7 @@ def session_option(body: Mapping[str, Any]) -> dict[str, Any]:
 def openai_format(body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the option `format` of a request of OpenAI's interface; empty if it has no format.
 
-    Raises HttpError naming the field, and for more than one form.
+    Raises HttpError naming the field, also if several fields request a format.
     """
     formats = _structured_outputs(fields.mapping(body, "structured_outputs"))
     for field, key in GUIDED.items():

@@ -49,7 +49,7 @@ async def thought_tokens(
     output: OutputBlocks,
     result: Result,
 ) -> int:
-    """Returns the number of tokens before the answer (thoughts and marks); 0 if the pool fails."""
+    """Returns the number of tokens of the thoughts and their tags; 0 if the pool fails."""
     if not any(block.kind is Kind.THOUGHTS for block in output.blocks):
         return 0
     thinks = generation.facts.get("thinks") is True

@@ -102,7 +102,7 @@ def restarted_event(gen: int) -> bytes:
 def done_event(result: Result, gen: int) -> bytes:
     """Encodes the end of a job without an error; it may have been cancelled.
 
-    Not for the event loop's thread: 256 vectors of a call's result take a fraction of a second.
+    Do not call it on the event loop: 256 vectors of a call's result take a fraction of a second.
     """
     body = {"reason": result.reason, "usage": dict(result.usage), "seed": result.seed}
     more: dict[str, Any] = {} if result.complete is None else {"complete": result.complete}
@@ -121,7 +121,7 @@ def failed_event(error: HttpError, gen: int, pos: int, failed: int) -> bytes:
 
 
 def interrupted_event(error: HttpError) -> bytes:
-    """Encodes an error that ends only this stream; the job goes on, and clients may reconnect."""
+    """Encodes an error that ends only this stream; the job continues, clients may reconnect."""
     return sse(_fault(error), "interrupted")
 
 

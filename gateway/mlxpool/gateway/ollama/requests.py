@@ -237,7 +237,7 @@ def _named(body: Mapping[str, Any]) -> str:
 
 
 def _context(ids: object) -> list[int]:
-    """Checks the token ids of an earlier answer; empty if they are absent."""
+    """Returns the checked token ids of an earlier answer; empty if they are absent."""
     if ids is None:
         return []
     if not isinstance(ids, list) or not all(type(id_) is int and 0 <= id_ < 2**32 for id_ in ids):
@@ -314,9 +314,9 @@ def _message(path: str, message: Any, images: list[bytes]) -> Any:
 
 
 def _content(path: str, content: Any) -> Any:
-    """Returns text, or a list of parts with text.
+    """Returns a content that is text or a list of parts with text; "" for null.
 
-    Returns "" for null, which Ollama's own client leaves out.
+    Raises HttpError for any other content.
     """
     if content is None or isinstance(content, str):
         return content or ""

@@ -18,7 +18,7 @@ NS_PER_MS = 1_000_000
 
 
 def line(value: Mapping[str, Any]) -> bytes:
-    """Returns a line of a stream."""
+    """Returns a JSON object as a line of a stream."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "replace") + b"\n"
 
@@ -48,7 +48,8 @@ class OutputPart(Struct, eq=False):
 class OutputBuilder:
     """Turns the updates of one response into output parts.
 
-    A tool call that is incomplete at the token limit is left out. `done_reason` has the reason.
+    A tool call that the token limit or a cancel ends early is left out. The response's
+    `done_reason` has the reason.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,10 @@ def embed_body(model: str, vectors: Vectors | None, taken_ns: int) -> dict[str, 
 
 
 def chat_body(model: str, part: OutputPart, time: float) -> dict[str, Any]:
-    """Returns a response of /api/chat, or a line of its stream, without `generation_end`."""
+    """Returns a response of /api/chat, or a line of its stream.
+
+    The members that `generation_end` returns are not in it.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": part.content}
     if part.thinking:
         message["thinking"] = part.thinking
@@ -96,7 +100,10 @@ def chat_body(model: str, part: OutputPart, time: float) -> dict[str, Any]:
 
 
 def generate_body(model: str, part: OutputPart, time: float) -> dict[str, Any]:
-    """Returns a response of /api/generate, or a line of its stream, see `chat_body`."""
+    """Returns a response of /api/generate, or a line of its stream.
+
+    The members that `generation_end` returns are not in it.
+    """
     more = {"thinking": part.thinking} if part.thinking else {}
     return {
         "model": model,

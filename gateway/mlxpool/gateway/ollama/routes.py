@@ -131,7 +131,7 @@ class OllamaRoutes:
         await response.json(embed_body(request.model, vectors, taken))
 
     async def embeddings(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """Answers POST /api/embeddings with one vector, as the model makes it."""
+        """Answers POST /api/embeddings with one vector, which is not scaled to the length 1."""
         request = requests.embeddings(body)
         vectors = await self._vectors(request, response, normalise=False)
         await response.json({"embedding": [] if vectors is None else vectors[0]})
@@ -139,7 +139,11 @@ class OllamaRoutes:
     async def _get(
         self, request: OllamaRequest | OllamaEmbedRequest, response: ResponseWriter
     ) -> ModelInfo:
-        """Returns the model of a request. Logs each option and field without effect only once."""
+        """Returns the model that a request names.
+
+        Logs the options and fields of the request that have no effect. Each of them is logged only
+        once by this process.
+        """
         model = await self._pool.model(request.model, response)
         response.exchange.model = model.name
         for field in request.unknown:
@@ -334,7 +338,10 @@ async def _stream(
 
 
 def _think(request: OllamaRequest, chat: ChatFormats) -> dict[str, Any]:
-    """Returns the pool's `think`; a level becomes true if the model knows only true and false."""
+    """Returns the pool's `think`; a level becomes true if the model has no levels.
+
+    Raises HttpError if the model does not support thinking.
+    """
     think, thinking_format = request.think, chat.thinking
     if think is None or (think is False and thinking_format is None):
         return {}

@@ -1,4 +1,4 @@
-"""Converts messages of Chat Completions, in all forms of clients, into the pool's form.
+"""Converts messages of Chat Completions, in all forms that clients send, into the pool's form.
 
 Pure. Parts of an earlier answer of another server are kept as text, or are left out if no model
 reads them.
@@ -104,9 +104,9 @@ def _call(call: Any) -> Any:
 
 
 def _readable(part: Any) -> Any:
-    """Returns a part of a tool result unchanged, or a note in its place if no model can read it.
+    """Returns a part of a tool result that models can read.
 
-    A file, for example, is replaced by a text part that names its type.
+    A part that no model can read, such as a file, is replaced by a text part that names its type.
     """
     kind = _type(part)
     if not isinstance(kind, str) or kind in READ:

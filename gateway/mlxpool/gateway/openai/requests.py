@@ -44,7 +44,7 @@ def plain_choice(choice: Any) -> Any:
     """Converts all forms of a `tool_choice` to a mode or to {type: 'function', name: …}.
 
     A mode, such as auto, may be a string or the `type` of a map. A function's name may be in a map
-    `function` or beside the `type`. Other values are unchanged.
+    `function` or beside the `type`. Returns other values unchanged.
     """
     if isinstance(choice, str):
         return MODES.get(choice, choice)
@@ -78,7 +78,7 @@ class CompletionRequest(Struct, frozen=True):
 
     `prompts`: the keyword arguments of `Client.stream` for each prompt. `candidates`: the number of
     completions that are computed for each prompt. `choices`: the number of completions that are
-    returned: the most likely ones.
+    returned for each prompt. If it is less than `candidates`, they are the most likely ones.
     """
 
     model: str
@@ -229,9 +229,8 @@ def _options(body: Mapping[str, Any], least_tokens: int = 1) -> dict[str, Any]:
 def max_tokens_of(body: Mapping[str, Any], name: str, least: int = 1) -> int | None:
     """Returns the limit of tokens in the field `name`; None if absent. Raises HttpError.
 
-    -1 means that the request has no limit: it is returned as 0, which means up to the model's
-    context. If `least` is 0, a limit of 0 is allowed and means no completion; -1 is then returned
-    as -1.
+    The value -1 means up to the model's context. It is returned as 0, the pool's value for this.
+    If `least` is 0, the value 0 is allowed and means no completion; so -1 is then returned as -1.
     """
     if type(body.get(name)) is int and body[name] == UNBOUNDED["const"]:
         return 0 if least else -1
@@ -295,7 +294,7 @@ def _allowed(body: Mapping[str, Any]) -> tuple[str, Sequence[str]] | None:
 def _forced(
     body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Returns the tools of which the answer must call one; empty if the model decides."""
+    """Returns the tools from which the answer must call one; empty if it need not call a tool."""
     choice = plain_choice(body.get("tool_choice"))
     allowed = _allowed(body)
     if choice in (None, "auto", "none") or (allowed and allowed[0] == "auto"):
@@ -318,7 +317,7 @@ def _forced(
 
 
 def _think(body: Mapping[str, Any]) -> bool | str | None:
-    """Returns the pool's `think`, from the effort or vLLM's `chat_template_kwargs`."""
+    """Returns the pool's option `think`, from the effort or vLLM's `chat_template_kwargs`."""
     effort = _effort(body)
     if effort is not None:
         return False if effort == "none" else EFFORTS.get(effort, True)

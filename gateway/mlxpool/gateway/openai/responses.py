@@ -56,7 +56,7 @@ class StreamFrame(Struct, frozen=True):
         return sse({**self.members, "choices": [choice], **null_usage})
 
     def tail(self, results: Sequence[Result], choices: int) -> bytes:
-        """Returns the end of the stream, after usage if it was requested."""
+        """Returns the event that ends the stream, after a chunk of usage if usage was requested."""
         if not self.usage:
             return DONE
         return sse({**self.members, "choices": [], "usage": usage(results, choices)}) + DONE
@@ -183,7 +183,10 @@ class WholeChoice(Struct, eq=False):
 
 
 def best(wholes: Sequence[WholeChoice], candidates: int, choices: int) -> list[WholeChoice]:
-    """Returns each prompt's `choices` most likely candidates, prompt by prompt, best first."""
+    """Returns each prompt's `choices` most likely candidates, prompt by prompt, best first.
+
+    If all candidates are returned, their order does not change.
+    """
     if candidates == choices:
         return list(wholes)
     chosen: list[WholeChoice] = []

@@ -64,7 +64,7 @@ class OpenAIRoutes:
         await response.json(self._model(name, model))
 
     def _model(self, name: str, model: ModelInfo) -> dict[str, Any]:
-        """Returns the map of a model, with additional members that Anthropic's clients read."""
+        """Returns the JSON object of a model, with additional members for Anthropic's clients."""
         return {
             "id": name,
             "object": "model",

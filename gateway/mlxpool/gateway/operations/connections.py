@@ -188,7 +188,7 @@ class BoundedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answers bytes that are not an HTTP request with 400, and closes the connection.
 
-        Such bytes may also come in the body of a request, which then ends.
+        If the bytes are in the body of a request, the request ends.
         """
         if self.cycle is None or self.cycle.response_complete:
             client = None if self.client is None else self.client[0]
@@ -275,7 +275,10 @@ def protocol_of(connections: Connections) -> type[BoundedProtocol]:
 
 
 class AcceptErrors:
-    """An exception handler of a loop: logs failures to accept at intervals, without tracebacks."""
+    """The exception handler of an event loop: logs that connections cannot be accepted.
+
+    It logs one line per interval, without a traceback.
+    """
 
     def __init__(self) -> None:
         self._log = LogInterval()

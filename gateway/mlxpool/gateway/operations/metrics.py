@@ -86,7 +86,10 @@ class Metrics:
         self.draining = True
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """Returns all metrics in the newest format of the Accept header, and the content type."""
+        """Returns all metrics in the newest format that `accept` allows, and the content type.
+
+        `accept`: the header Accept.
+        """
         return self._writer.text(self, accept)
 
 

@@ -61,7 +61,7 @@ def test_answers_that_are_numbers_are_made_in_another_thread(
 
 @pytest.mark.parametrize("endpoint", CALLS)
 def test_an_answer_whose_line_is_missing_says_so(endpoint: str) -> None:
-    """The output file has the error, not the error file: the batch counts the line as completed."""
+    """The error is in the output file, not the error file: the line counts as completed."""
     row = {"line": 3, "id": "label", "state": "done", "job": bytes(16), "model": "m"}
     result = Result(text="", ids=(), reason="stop", usage={}, timings_ms={}, seed=0, attempts=1)
     in_output, data = result_line(row, {}, endpoint, result)
@@ -79,8 +79,8 @@ def read_while_deleted(
 ) -> list[bytes]:
     """Returns the parts of a result file of two pages, read while the batch changes.
 
-    After page `after` the results of its lines are gone, and its list of deleted files is
-    `deleted`.
+    After page `after` the results of the lines are gone, and the batch lists the files `deleted` as
+    deleted.
     """
     pages = 0
 

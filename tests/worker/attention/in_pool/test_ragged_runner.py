@@ -34,7 +34,8 @@ SHAPE = RowShape((KeyValueSpec(2, 8, 8),), mx.float32, CAPACITY, keeps_all=True)
 class RecordingRunner(RaggedRunner):
     """A runner that computes nothing: each pass appends its input numbers to `recorded`.
 
-    `parts`: the arrays that each pass returns as its parts.
+    `parts`: the arrays that each pass returns besides its outputs. `begin` submits them to the
+    device, one after the other.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -124,9 +125,9 @@ def test_chunks_have_tiles_of_their_own_beside_rows_and_alone() -> None:
 
 
 def test_a_shape_whose_pass_failed_is_new_again() -> None:
-    """A shape whose pass failed counts as not yet compiled.
+    """A shape whose pass failed is treated as not yet compiled.
 
-    A shape of a pass that was evaluated before the failure still counts as compiled.
+    A shape of a pass that was evaluated before the failure is still treated as compiled.
     """
     runner, new = Passes().runner, Passes().store.new_row
     row: Any = new()

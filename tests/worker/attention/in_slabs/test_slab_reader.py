@@ -1,4 +1,4 @@
-"""The joint attention of rows with few new tokens, over several slabs, equals that of each row."""
+"""Compares attention over several slabs, joint for all rows, with attention of each row alone."""
 
 from __future__ import annotations
 

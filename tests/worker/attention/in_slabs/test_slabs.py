@@ -1,4 +1,8 @@
-"""Rows in slabs keep their tokens while others come and go; one matrix product reads many rows."""
+"""Tests KV rows in slabs: arrays in which each block of tokens belongs to one of several rows.
+
+A row, the keys and values of one sequence, keeps its tokens while other rows are added and removed.
+One matrix product attends to the tokens of many rows.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ def some(tokens: int, heads: int = 2) -> Any:
 
 
 def append(rows: tuple[SlabRow, RowCache], tokens: int) -> None:
-    """Writes the same new tokens into rows of both kinds."""
+    """Writes the same new tokens into a row in slabs and into a row with its own arrays."""
     for layer in range(len(SHAPE.caches)):
         keys, values = some(tokens), some(tokens)
         for row in rows:
@@ -137,7 +141,8 @@ def test_a_range_of_blocks_is_read_unless_most_are_of_other_rows() -> None:
 def test_several_new_tokens_of_a_row_are_written_in_order_and_seen_from_their_own_on() -> None:
     """Tests how 3 and 2 new tokens, of two rows in one slab, are described for attention.
 
-    `fill`: for each block, the number of its tokens that its row's first new token attends to.
+    For each block, `fill` is the number of the block's tokens to which the first new token of the
+    block's row attends.
     """
     slabs = Slabs(SHAPE)
     rows = [SlabRow(slabs) for _ in range(3)]

@@ -24,7 +24,7 @@ LAID_OUT = {kind: block for kind, block in BLOCK_TYPES.items() if block.layout i
 
 
 def blocks_of(block: BlockType) -> np.ndarray:
-    """Random blocks [ROWS, bytes], whose scales are finite."""
+    """Returns random blocks [ROWS, bytes] with finite scales."""
     draw = np.random.default_rng(block.nbytes)
     raw = draw.integers(0, 256, (ROWS, COLUMNS // block.numbers, block.nbytes), dtype=np.uint8)
     for at in HALVES.get(block.name, ()):

@@ -140,7 +140,7 @@ def opened(path: Path | str) -> ModelFolder:
 
 
 def assert_equal(ours: ModelFolder, theirs: ModelFolder, within: float) -> None:
-    """Compares logits; `within`: the largest difference, as a share of the largest logit."""
+    """Compares logits; `within`: the largest allowed difference, relative to the largest logit."""
     actual, expected = (
         logits_of(load(folder, dtype=mx.float32), range(1, 14)) for folder in (ours, theirs)
     )

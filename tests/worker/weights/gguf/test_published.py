@@ -1,8 +1,9 @@
 """Published models in GGUF answer like the same numbers in safetensors.
 
-Only `make test-all` runs it. Each model is written once more for mlx-lm, with the numbers that
-llama.cpp's own package reads from its blocks. So the stored answers of mlx-lm are compared with
-mlx-lm here; end_to_end/test_published_models.py compares a pool with the stored answers.
+Only `make test-all` runs these tests. A copy of each model is written in safetensors, with the
+numbers that llama.cpp's own package reads from the GGUF file. mlx-lm computes the copy: mlx-lm's
+ids must be the stored ids, and our logits must be close to mlx-lm's logits.
+end_to_end/test_published_models.py compares a pool with the stored ids.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ class Published:
 
 
 def write_dense(file: Path, folder: ModelFolder, path: Path) -> Path:
-    """Writes a model folder in float32: llama.cpp's numbers, our tensor names, our small files."""
+    """Writes a model folder in float32, with the weights that llama.cpp's package reads.
+
+    The tensors have our names. config.json and the tokenizer's files are those of `folder`.
+    """
     path.mkdir()
     for name in SMALL_FILES:
         shutil.copy(folder.files / name, path / name)
@@ -89,7 +93,7 @@ def write_dense(file: Path, folder: ModelFolder, path: Path) -> Path:
 def _released(
     name: str, weight: np.ndarray, architecture: str, config: dict[str, Any]
 ) -> np.ndarray:
-    """Returns the released weight: undoes llama.cpp's changes at its conversion."""
+    """Returns the weight as it was released, without the changes of llama.cpp's conversion."""
     keys = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
     heads = next((config[key] for part, key in keys.items() if part in name), 0)
     if architecture == "llama" and heads:
@@ -128,7 +132,7 @@ def gemma3(caches: Path) -> Published:
 
 
 def largest_difference(model: Published, stored: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns the largest difference between our logits and mlx-lm's, and the share of equal ids.
+    """Returns the largest difference of our logits from mlx-lm's, and the fraction of equal ids.
 
     The difference is relative to the largest logit. Checks that mlx-lm gives the stored ids and
     perplexities. Logits are compared for COMPUTED prompts.
@@ -163,9 +167,9 @@ def test_smollm2_knows_the_capital_of_france(smollm2: Published) -> None:
 
 
 def test_gemma_in_k_types_is_as_good_as_its_numbers(gemma3: Published) -> None:
-    """The logits are close to those of the numbers that llama.cpp's package reads.
+    """The logits are close to those of the weights that llama.cpp's package reads.
 
-    Nine weights are not equal: they are Q6_K, which is rounded once more at load.
+    Nine weights differ: they are in Q6_K, and are rounded once more at load.
     """
     difference, equal = largest_difference(gemma3, STORED["gemma3"])
     assert equal > 0.9 and difference < 0.03

@@ -170,7 +170,7 @@ MERGES = ("▁ t", "h e", "▁t he", "a t", "▁ c", "▁c at", "t h")
 
 
 def test_it_divides_as_sentencepieces_own_conversion() -> None:
-    """Compares tokens with transformers' conversion of SentencePiece, which has equal merges."""
+    """Compares tokens with transformers' conversion of the same SentencePiece model."""
     released = Tokenizer(
         BPE(
             {token: id for id, token in enumerate(sentence_piece()[f"{KEY}tokens"])},

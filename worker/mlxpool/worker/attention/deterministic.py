@@ -22,7 +22,11 @@ MASKED_SCORE = -1e30  # finite, so that fully masked blocks give no NaN
 def exact_attention(
     q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int = 0
 ) -> mx.array:
-    """Attends as dot_product.causal_attention does, but no bit depends on batch or chunk."""
+    """Attends causally in one sequence; no bit of the result depends on batch or chunk.
+
+    q [n, H, D], keys [1, KV, L, D], values [1, KV, L, V] -> [n, H, V]. The queries belong to the
+    last n of the L tokens. Raises NotImplementedError for sinks or a window.
+    """
     if scores.sinks is not None or window:
         raise NotImplementedError("no model with sinks or windows is deterministic")
     count, heads, size = q.shape

@@ -70,7 +70,7 @@ def masked_attention(
 ) -> mx.array:
     """Attends to the keys for which `visible` [n, L] is true; None: to all keys.
 
-    For the other shapes see causal_attention.
+    q [n, H, D], keys [1, KV, L, D], values [1, KV, L, V] -> [n, H, V].
     """
     length, count = keys.shape[2], q.shape[0]
     fused = _fused(q, values, scores)
@@ -142,11 +142,12 @@ def _pads(q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, wi
 def pad_to_blocks(
     queries: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams
 ) -> mx.array:
-    """Attends causally in whole blocks of queries and keys, with shapes as `unfused_attention`.
+    """Attends causally in whole blocks of queries and keys.
 
-    cuDNN compiles a plan for each pair of lengths, in 45 to 60 ms on an H200, so with exact lengths
-    every new prompt would wait for a plan. Queries are padded on both sides, keys at the end. The
-    causal mask hides the padding.
+    queries [1, H, n, D], keys [1, KV, L, D], values [1, KV, L, V] -> [1, H, n, V]. cuDNN compiles a
+    plan for each pair of lengths, in 45 to 60 ms on an H200, so with exact lengths every new prompt
+    would wait for a plan. Queries are padded on both sides, keys at the end. The causal mask hides
+    the padding.
     """
     count, length = queries.shape[2], keys.shape[2]
     before, whole, end = padded_lengths(length - count, count)
@@ -176,7 +177,7 @@ def padded_lengths(start: int, count: int) -> tuple[int, int, int]:
 def _mask(count: int, length: int, window: int) -> mx.array | str | None:
     """Returns the mask of the last `count` of `length` tokens, or MLX's name for this mask.
 
-    None: a single query sees all keys.
+    Returns None for a single query, if it sees all keys.
     """
     if window and length > window:
         ends = mx.arange(length - count, length)[:, None]

@@ -64,9 +64,10 @@ class Layout:
         keeps_states: bool = False,
         keeps_drawn: bool = False,
     ) -> None:
-        """`model`: the model of the passes. `keeps_states`: passes give the states of all inputs.
+        """`model`: the model of the passes. `keeps_states`: passes return the states of all inputs.
 
-        `keeps_drawn`: passes return the states of their logits. See PassOutput.
+        `keeps_drawn`: passes return the states from which logits are computed. States are hidden
+        states after the last norm.
         """
         self.model = model
         self.keeps_states, self.keeps_drawn = keeps_states, keeps_drawn
@@ -131,7 +132,10 @@ class Layout:
         return self._kinds.is_new((1 << (lines - 1).bit_length(), decoding))
 
     def evaluated(self) -> None:
-        """Records that all built passes were evaluated: others of their kinds compile nothing."""
+        """Records that all built passes were evaluated.
+
+        Later passes of the same kinds compile nothing.
+        """
         for compiling in self._compiling:
             compiling.evaluated()
 
@@ -146,8 +150,8 @@ class Layout:
 
         The pass is computed later; outside of `whole_passes` the device may begin it now. A
         negative id -1 - r means element r of `drawn`. `wanted`: the indices of the spans with
-        results, see RowSpan. In `wanted`, spans with logits of one token come first, then spans
-        with logits of several tokens, then spans with hidden states.
+        results, which are logits or hidden states. In `wanted`, spans with logits of one token come
+        first, then spans with logits of several tokens, then spans with hidden states.
         """
         inputs = self._upload(np.array(ids, dtype=np.int32))
         if drawn is not None:
@@ -155,9 +159,10 @@ class Layout:
         return self.forward(spans, inputs, wanted)
 
     def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
-        """Builds a pass as `step` does, with all ids known. The spans have different rows.
+        """Builds one pass over inputs `ids` [T], of which none is in flight, and advances the rows.
 
-        The evaluation of any returned array completes the pass.
+        The spans have different rows. `wanted`: the indices of the spans with results, in the order
+        that `step` describes. The evaluation of any returned array completes the pass.
         """
         compiled = self._compiled(spans, ids, wanted)
         if compiled is not None:
@@ -209,8 +214,8 @@ class Layout:
     def invalidate(self) -> None:
         """Discards the arrays that a failed pass may have damaged.
 
-        If no pass of a kind was evaluated before the failure, the next pass of this kind counts as
-        the first again, see ComputedKinds.
+        If no pass of a kind was evaluated before the failure, `is_new` is true for the next pass of
+        this kind.
         """
         for compiling in self._compiling:
             compiling.failed()

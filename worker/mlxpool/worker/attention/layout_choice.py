@@ -55,8 +55,9 @@ def make_layout(
     """Makes the layout `name` for at most `rows` rows; a pool has `blocks` blocks.
 
     `uploads`: sends the index arrays of each pass over a pool of blocks to the device; None: MLX
-    copies these arrays. `images`: the model reads images. `keeps_states`, `keeps_drawn`: see
-    Layout. `long_passes`: see PagedLayout.
+    copies these arrays. `images`: the model reads images. `keeps_states`: passes return the states
+    of all inputs. `keeps_drawn`: passes return the states of their logits. `long_passes`: passes
+    over a pool have up to 2,048 tokens.
     """
     if name == "pool":
         return PagedLayout(

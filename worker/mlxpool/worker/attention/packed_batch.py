@@ -1,6 +1,6 @@
 """The texts of one pass of an encoder model, one after the other, whole and without padding.
 
-Texts of one length attend together. As texts are sorted by length, a pass has few lengths, and no
+Texts of equal length attend together. As texts are sorted by length, a pass has few lengths, and no
 text is padded or masked because of other texts.
 """
 
@@ -61,7 +61,7 @@ class PackedBatch(RotateThenAttend):
         causal: bool = False,
         padding: int = 0,
     ) -> None:
-        """`lengths`: the sorted lengths of the texts. `types`: the types of all tokens."""
+        """`lengths`: the sorted lengths of the texts. `types`: the segment number of each token."""
         self.texts = equal_texts(lengths)
         self._windows, self._causal, self._padding = windows, causal, padding
         places = [np.tile(np.arange(texts.length), texts.count) for texts in self.texts]
@@ -90,7 +90,7 @@ class PackedBatch(RotateThenAttend):
         return x
 
     def lines_after(self, layer: int, x: mx.array) -> mx.array:
-        """Returns x unchanged: the rest of the layer computes all tokens."""
+        """Returns x unchanged: the remaining operations of the layer compute all tokens."""
         return x
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
@@ -187,7 +187,7 @@ def _attend_part(
 def _parts(count: int, heads: int, length: int) -> Iterator[tuple[slice, slice]]:
     """Yields ranges of texts and of queries whose attention scores fit into memory together.
 
-    A pair of ranges stands for whole texts, or for some queries of one text.
+    A pair of ranges covers all queries of some texts, or some queries of one text.
     """
     pairs = MAX_SCORES // heads if on_gpu() else MAX_CPU_PAIRS
     texts = max(pairs // length**2, 1)

@@ -93,7 +93,7 @@ class RotaryEmbedding:
     def _halves(self, rope: Rope) -> tuple[mx.array, mx.array]:
         """Returns two arrays [T, 1, dims] of factors: of each number, and of its partner.
 
-        The partner of a number is at the same place in the other half of the rotated numbers.
+        The partner of a number has the same index in the other half of the rotated numbers.
         """
         if rope not in self._wide:
             cos, sin = self._table(rope)
@@ -132,7 +132,7 @@ def frequencies_of(rope: Rope) -> npt.NDArray[np.float32]:
 
 
 class WithoutImages:
-    """The methods of ForwardBatch for images, in passes without images."""
+    """A base class with ForwardBatch's methods for images, for passes without images."""
 
     image_layers = 0
     sees_images: mx.array | None = None
@@ -223,7 +223,7 @@ class DecodingRows(RotateThenAttend):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """Raises NotImplementedError with the message `no_states`; a subclass may do otherwise."""
+        """Raises NotImplementedError with the message `no_states`; subclasses may support it."""
         raise NotImplementedError(self.no_states)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
@@ -243,7 +243,10 @@ def split_lines(lines: mx.array, heads: Heads) -> tuple[mx.array, mx.array]:
 
 
 def split_queries_keys(qk: Sequence[mx.array], v: mx.array) -> tuple[mx.array, mx.array]:
-    """Returns the queries and keys in `qk`, see ForwardBatch.rotate_and_attend."""
+    """Returns queries [T, H, D] and keys [T, KV, D].
+
+    `qk` has either these two arrays, or one array [T, H + KV, D] with both. `v` [T, KV, D].
+    """
     if len(qk) == 1:
         queries = qk[0].shape[1] - v.shape[1]
         return qk[0][:, :queries], qk[0][:, queries:]

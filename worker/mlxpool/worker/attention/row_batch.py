@@ -52,10 +52,11 @@ class RowBatch(RotateThenAttend):
         *,
         every: bool = False,
     ) -> None:
-        """`wanted`: the spans whose last tokens get logits, in this order; None: all tokens.
+        """`wanted`: the indices of the spans that get logits, in the order of the logits.
 
-        `every`: the last layer computes all tokens, and `logit_rows` selects the tokens of
-        `wanted`.
+        Such a span gets logits for its last `RowSpan.lines` tokens. If `wanted` is None, all tokens
+        get logits. `every`: the last layer computes all tokens, also those without logits;
+        `logit_rows` then selects the tokens that get logits.
         """
         self.spans = tuple(spans)
         self._attention = attention
@@ -158,7 +159,7 @@ class RowBatch(RotateThenAttend):
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """Writes k and v into the rows and attends; see ForwardBatch.attend for the shapes."""
+        """Writes k [T, KV, D] and v [T, KV, V] into the rows, and attends with q [T, H, D]."""
         seen = self._write(layer, (k, v))
         window = self._shape.window(layer)
         parts: list[mx.array] = []
@@ -197,7 +198,7 @@ class RowBatch(RotateThenAttend):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """Writes the latents and attends, see ForwardBatch.attend_latent.
+        """Writes latents [T, dim] into the rows, and attends with q [T, H, D].
 
         The queries of all spans with one query are projected together.
         """
@@ -233,7 +234,7 @@ class RowBatch(RotateThenAttend):
         return _joined([*parts, *map(alone, spans[together:])])
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """Scans inputs [T, ...] from each row's state, see ForwardBatch.recur.
+        """Scans inputs [T, ...] of each row, beginning with the row's recurrent state.
 
         The leading spans of one token are scanned together.
         """
@@ -307,7 +308,7 @@ class RowBatch(RotateThenAttend):
         return self._wanted if layer == self._last_layer else self._queries
 
     def _write(self, layer: int, new: Sequence[mx.array]) -> Mapping[int, Arrays]:
-        """Writes new [T, heads, size] into the rows.
+        """Writes new arrays [T, heads, size] into the rows.
 
         Returns the stored arrays [1, heads, L, size] of the tokens that each span sees, by span.
         """

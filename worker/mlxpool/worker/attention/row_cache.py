@@ -116,13 +116,16 @@ class WindowLayer:
         return tuple(array[:, :, start + shift : end + shift, :] for array in self.arrays)
 
     def put(self, parts: Sequence[Arrays], capacity: int) -> None:
-        """Copies the last tokens of a sequence from parts."""
+        """Replaces the contents by the last tokens of `parts`, consecutive parts of a sequence."""
         self._first = self._last = 0
         for part in parts:
             self._append(part)
 
     def trim(self, offset: int, to: int) -> None:
-        """Removes the tokens [to, offset): one token, or any number if no token was dropped yet."""
+        """Removes the tokens [to, offset).
+
+        If the row has dropped tokens before its window, only one token can be removed.
+        """
         self._last = max(self._first, self._last - (offset - to))
 
     def _append(self, new: Arrays) -> Arrays:
@@ -225,7 +228,11 @@ class StateLayer:
         return self.held()
 
     def trim(self, offset: int, to: int) -> None:
-        """Restores the state at `to` tokens: 0 tokens, or at most ROLLBACK_STEPS steps back."""
+        """Restores the state after the first `to` tokens of a row of `offset` tokens.
+
+        `to` must be 0, or one of the newest ROLLBACK_STEPS lengths before a step. For a step that
+        checked drafts, the lengths before each of its tokens are possible, too.
+        """
         if to == 0:
             self._before, self._now = {}, ()
         elif to < offset:

@@ -168,7 +168,7 @@ class RowStore(Generic[R]):
         return device_arrays(arrays_by_name, axis=0)
 
     def bytes_of(self, record: ReadRecord, start: int, end: int) -> int:
-        """Returns the most bytes that `restored` needs."""
+        """Returns the most bytes that `restored` allocates for tokens [start, end)."""
         whole = sum(place.nbytes for place in record.header.arrays)
         return whole * (end - start) // record.header.tokens
 

@@ -1,6 +1,6 @@
-"""The shape of a model's rows: the stored arrays of each layer, and their bytes.
+"""The shape of KV rows, one row per sequence: each layer's stored arrays, and their bytes.
 
-The shape does not depend on the layout.
+The shape does not depend on the memory layout, which decides whether rows share arrays.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Arrays = tuple[mx.array, ...]
 
 
 class RowShape(Struct, frozen=True):
-    """The shape of a row; `capacity` and `chunk` in tokens.
+    """The shape of a KV row; `capacity` and `chunk` in tokens.
 
-    `keeps_all`: layers with a window also keep the tokens outside of the window. `kv`: the setting
-    that decides the stored format, see caches/stored.py.
+    `keeps_all`: layers with a window also keep the tokens outside of the window. `kv`: keys and
+    values are stored in `dtype` (`auto`), or as 8-bit integers with scales (`int8`).
     """
 
     caches: tuple[CacheSpec, ...]
@@ -74,9 +74,9 @@ class RowShape(Struct, frozen=True):
     def dequantised_bytes(self, tokens: int) -> int:
         """Returns the most memory, in bytes, that dequantised numbers take at one time.
 
-        `tokens`: the tokens of a layer that MLX's operations read together. MLX begins the next
-        reading before the previous reading's numbers are used and freed, so the numbers of several
-        readings are in memory.
+        `tokens`: the number of tokens of a layer that MLX's operations read together. MLX begins
+        the next reading before the previous reading's numbers are used and freed, so the numbers of
+        several readings are in memory.
         """
         if not self.quantised:
             return 0
@@ -87,7 +87,7 @@ class RowShape(Struct, frozen=True):
     def gathered_bytes(self, tokens: int) -> int:
         """Returns the most memory, in bytes, that copies of block contents take at one time.
 
-        `tokens`: the tokens of a layer that MLX's operations read together, see
+        `tokens`: the number of tokens of a layer that MLX's operations read together, see
         `dequantised_bytes`.
         """
         caches = [cache for cache in self.caches if isinstance(cache, KeyValueSpec)]

@@ -21,8 +21,9 @@ Ids: TypeAlias = Sequence[int] | npt.NDArray[np.int32]  # the ids of a pass's in
 class ImageLines(Struct, frozen=True):
     """The tokens [begin, end) of a span that are inputs of one image.
 
-    `features` [1 + L, n, d]: see SeeingModel.encode_image. `group`: every token of the image
-    attends to all its tokens, also to later tokens.
+    `features` [1 + L, n, d]: the image's features for the inputs, then for the outputs of L layers,
+    see SeeingModel.encode_image. `group`: every token of the image attends to all its tokens, also
+    to later tokens.
     """
 
     begin: int
@@ -59,7 +60,8 @@ class RowSpan(Struct):
     If the span is wanted, the pass returns logits of the span's last `lines` tokens or, with
     `hidden`, their hidden states. `images`: the images whose inputs are among the tokens, in order.
     `views`: the images that tokens see in layers of cross-attention, in order. `positions` [count,
-    3]: see Rope.axes; None: the position of a token is its number in the row.
+    3]: three positions of each token, see Rope.axes; None: the position of a token is its number in
+    the row.
     """
 
     row: CacheRow

@@ -23,7 +23,10 @@ Place = tuple[int, int]  # the number of a state's source array, its index there
 
 
 class StateSpan(Struct, frozen=True):
-    """`count` new tokens of `row`; `checks`: they check drafts, so each token's state is stored."""
+    """`count` new tokens of `row`, a span of a pass.
+
+    `checks`: the tokens check drafts, so the state after each token is stored.
+    """
 
     row: RowCache
     count: int
@@ -63,7 +66,11 @@ class PassStates:
         return out
 
     def _plan(self, places: tuple[Place, ...]) -> mx.array:
-        """Returns the kernel's plan for a layer whose states are at these places."""
+        """Returns the kernel's plan for a layer.
+
+        `places`: for each span, the index of the source array with its state, and the state's index
+        in that array.
+        """
         if places not in self._plans:
             numbers: list[PlanLine] = [
                 (first, span.count, *place, written, int(span.checks))
@@ -115,8 +122,9 @@ def sources_of(
 ) -> tuple[tuple[mx.array, ...], list[Place]]:
     """Returns at most MAX_SOURCES arrays with these states, and the place of each state.
 
-    Rows that were in the same pass have their states in one array. If the states are in more
-    arrays, the states of the last arrays are copied into one array.
+    A place is the index of an array and the state's index in this array. Rows that were in the same
+    pass have their states in one array. If the states are in more arrays, the states of the last
+    arrays are copied into one array.
     """
     sources: list[mx.array] = []
     numbers: dict[int, int] = {}  # numbers of the sources, by their id

@@ -70,7 +70,7 @@ class PortableStore(Protocol[E, S]):
         """Returns the arrays of a snapshot."""
 
     def bytes_of(self, record: ReadRecord, start: int, end: int) -> int:
-        """Returns the most bytes that `restored` needs."""
+        """Returns the most bytes that `restored` allocates for tokens [start, end)."""
 
     def restored(self, record: ReadRecord, start: int, end: int) -> E:
         """Returns a record's tokens [start, end) as a piece for the prefix cache."""

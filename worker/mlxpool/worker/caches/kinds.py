@@ -15,7 +15,7 @@ A = TypeVar("A")  # an array; keys and values have their tokens on axis 2
 
 
 class LayeredRow(Protocol[A]):
-    """The operations on a row of caches.
+    """The operations on a row, which has a cache for each layer.
 
     Returned arrays may be views of the row's memory. The row may write into arrays that it gets.
     """

@@ -1,4 +1,4 @@
-"""The bytes that each layer of a model stores of a sequence, to compute later tokens."""
+"""The bytes that each layer of a model stores for a sequence, to compute later tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WINDOW_SLACK = 256  # tokens between two moves of a window's tokens to the front
 
 
 def window_capacity(window: int, chunk: int) -> int:
-    """Returns the number of tokens in a sliding window's array: a window, then a chunk."""
+    """Returns the capacity in tokens of a sliding window's array: the window, then a chunk."""
     return window + max(chunk, WINDOW_SLACK)
 
 

@@ -100,10 +100,10 @@ class Admissions:
             self._preempt(victim)
 
     def _waits(self, live: Many[Sequence], sequence: Sequence) -> bool:
-        """Return whether a sequence waits for the disk, or for another reader of its prompt.
+        """Return whether a sequence waits for the disk, or for another sequence with its prompt.
 
-        Marks the other reader as shared: the prefix cache then stores the reader's prompt as soon
-        as it is read.
+        The other sequence is reading the beginning of the same prompt. Marks the other sequence as
+        shared: the prefix cache then stores that prompt as soon as it is read.
         """
         if sequence.restoring:
             return True

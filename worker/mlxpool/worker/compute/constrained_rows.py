@@ -46,8 +46,8 @@ class ConstrainedRows:
     def take_ahead(self, drawn: Many[SampledToken]) -> None:
         """Begins to advance constraints by drawn tokens, before the next forward pass begins.
 
-        Another thread advances them and makes the next masks, while this thread begins the pass.
-        The tokens are committed after the pass has begun.
+        Another thread advances the constraints and makes the next masks, while this thread begins
+        the pass. The tokens are committed after the pass has begun.
         """
         self.mask_maker.take_ahead(self._tokens(drawn, ()), self.min_run())
 
@@ -68,7 +68,7 @@ class ConstrainedRows:
     def _tokens(
         self, drawn: Many[SampledToken], drafts: Container[Sequence]
     ) -> list[tuple[Constraint, int]]:
-        """Returns each drawn token with the constraint of its row; omits rows without one."""
+        """Returns each drawn token with the constraint of its row; omits unconstrained rows."""
         of, running, eos = self._generations.constrained_of, Phase.RUNNING, self._engine.eos
         taken: list[tuple[Constraint, int]] = []
         for sequence, token, _ in drawn:
@@ -80,7 +80,7 @@ class ConstrainedRows:
         return taken
 
     def begin_behind_runs(self, rows: Iterable[Generation]) -> None:
-        """Begins the masks of rows that have new forced tokens.
+        """Begins to make the masks of rows that have new forced tokens.
 
         The next pass reads these tokens; then it draws the token after them with the mask.
         """
@@ -97,11 +97,12 @@ class ConstrainedRows:
     def masks(
         self, rows: Iterable[Generation], drafts: Mapping[Sequence, Many[int]] = NO_DRAFTS
     ) -> tuple[RowMasks, list[tuple[Generation, Exception]]]:
-        """Returns the masks for the draws of the newest pass, and rows whose masks failed.
+        """Returns the masks for the draws of the newest pass, and each row whose mask failed.
 
-        A row does not draw if its next tokens are already known, or if its mask is not made yet. In
-        the second case it reads its last input again in a later step, when the mask is made. A row
-        that checks `drafts` has a mask after each draft.
+        Some rows do not draw in this pass. If a row's next tokens are already known, it needs no
+        draw. If a row's mask is not made yet, the row reads its last input again in a later step,
+        when the mask is made. `drafts`: the drafts that the pass checks; a row with drafts also has
+        a mask after each draft.
         """
         asking: dict[Constraint, Generation] = {}
         for row in rows:
@@ -126,7 +127,7 @@ class ConstrainedRows:
         return masks, failed
 
     def _hold(self, row: Generation, *, draws: bool) -> None:
-        """Excludes a row from steps until `release`, because its mask was late.
+        """Excludes a row from steps until `release`, because its mask was not made in time.
 
         `draws`: the row draws in the newest step. Otherwise the row is also withdrawn from this
         step.
@@ -143,7 +144,7 @@ class ConstrainedRows:
     def release(self) -> None:
         """Lets the excluded rows whose masks are made take part in steps again.
 
-        Begins the mask of an excluded row when no pass in flight draws a token of this row.
+        Begins to make the mask of an excluded row when no pass in flight draws a token of this row.
         """
         if not self._held:
             return
@@ -160,7 +161,10 @@ class ConstrainedRows:
                 self._held.append(row)
 
     def wait(self) -> None:
-        """Waits, for a bounded time, until one more mask is made, if any row is excluded."""
+        """Waits for a bounded time until one more mask is made.
+
+        Does nothing if no row is excluded from steps.
+        """
         if self._held:
             self.mask_maker.wait()
 

@@ -99,7 +99,7 @@ class Line(Generation, eq=False, kw_only=True):
         find: bool = False,
         least: int = 1,
     ) -> Delta:
-        """Keeps the next tokens' log-probabilities; the line ends or becomes the call's next line.
+        """Stores the next tokens' log-probabilities; the line ends or becomes the call's next line.
 
         A pass computes these log-probabilities; its drawn token is ignored. For the parameters see
         Generation.commit.
@@ -220,7 +220,7 @@ class Decisions:
             self.remove(key)
 
     def begin(self, room: int, *, apart: bool) -> None:
-        """Begin at most `room` lines of calls; if no line runs, begin one line even without room.
+        """Begin at most `room` lines of calls; if no line runs, begin one line even if `room` is 0.
 
         `apart`: at most one line may run, because two rows cannot use the same cached text at the
         same time.

@@ -34,8 +34,8 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
 
     Tells the engine, before its warm-up, the most drafts that a step may check.
 
-    Raises ModelLoadFailed if drafts are demanded or a draft model is set, but the engine checks no
-    drafts, or if the demanded head or draft model is missing.
+    Raises ModelLoadFailed if the engine checks no drafts although the settings demand drafts or
+    name a draft model. Also raises it if the demanded head or draft model is missing.
     """
     draft = engine.draft
     if setting == OFF:

@@ -39,7 +39,7 @@ LAYOUT = "passes"  # the layout that the command `models` shows
 
 
 class EncoderLoop:
-    """The loop, which owns the encoder."""
+    """The loop of an encoder model's compute thread; owns the encoder."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class EncoderLoop:
     ) -> None:
         """`post` sends a message to the main thread.
 
-        `delta_queue` keeps the fence of the newest DropAll, for later messages, see StepDeltas.
+        `delta_queue` stores the fence of the newest DropAll, which later messages carry; see
+        StepDeltas.
         """
         self._encoder = encoder
         encoder.report_compiles(progress.compiles)
@@ -141,7 +142,7 @@ class EncoderLoop:
         self._post(Answer(key, content))
 
     def _failed(self, error: Exception, inputs: Sequence[PassInput], request: bytes | None) -> None:
-        """Handle a failed pass: end its only call, or compute its calls one by one.
+        """Handle a failed pass: end its call if it has only one, else compute its calls one by one.
 
         Raises DeviceLost.
         """

@@ -149,7 +149,7 @@ class Follower:
         self._before: tuple[list[RowSpan], Pass] | None = None  # the newest pass
 
     def handle(self, message: Message) -> None:
-        """Perform a message of rank 0. After any exception this rank cannot go on."""
+        """Perform a message of rank 0. After any exception this rank cannot continue."""
         if self._jobs and not (isinstance(message, Pass) and message.builds):
             jobs, self._jobs = self._jobs, []
             LOAD.enter("kernels")

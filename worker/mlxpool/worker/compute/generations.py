@@ -251,7 +251,7 @@ class Generations:
         self.apply_bound(generation)
 
     def apply_bound(self, generation: Generation) -> None:
-        """Make the bound of the thoughts the constraint when it is near.
+        """Makes the bound of the thoughts the generation's constraint when the bound is near.
 
         Removes the bound when the thoughts have ended.
         """

@@ -23,7 +23,7 @@ from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
 
 class ImageJob(Struct, frozen=True):
-    """An image to encode before `sequence` can go on; images in `pinned` are not evicted."""
+    """A job: encode an image before `sequence` continues; images in `pinned` are not evicted."""
 
     sequence: Sequence
     image: PreparedImage
@@ -41,9 +41,10 @@ class NoRoom(Struct, frozen=True):
 def next_job(live: Iterable[Sequence], engine: Engine) -> ImageJob | NoRoom | None:
     """Returns a job for the first sequence whose next input belongs to an image not encoded yet.
 
-    Returns NoRoom if the features that the sequence needs do not fit into the cache together. None:
-    no sequence waits for an image, or the sequence has to wait until earlier sequences no longer
-    need the features of their images. `live` is in the order of arrival.
+    Returns NoRoom if the features that this sequence needs do not fit into the cache together.
+    Returns None if no sequence waits for an image. Also returns None if the sequence must wait
+    until earlier sequences no longer need the features of their images. `live` is in the order of
+    arrival.
     """
     encoded = engine.encoded
     earlier: set[ImageKey] = set()  # features that earlier sequences need
@@ -75,7 +76,8 @@ def _no_room(images: int, encoded: EncodedImages[Any]) -> TooLarge:
 def perform(job: ImageJob, engine: Engine, progress: Progress) -> None:
     """Encodes the image of a job.
 
-    The broker allows as much time for it as for a pass that compiles something (`fresh_limit`).
+    The broker allows as much time for the encoding as for a pass that compiles something
+    (`fresh_limit`).
     """
     progress.awaits(job.sequence.id, job.count, 0)
     progress.compiles()

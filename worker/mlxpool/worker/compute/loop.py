@@ -1,7 +1,7 @@
 """The loop of the compute thread: takes messages, runs one step, delivers its results.
 
-A step ends late sequences, grows and admits rows, then computes one pass over all rows. On a GPU
-the pass is submitted while the device computes the previous pass.
+A step ends sequences whose deadline has passed, grows and admits rows, then computes one pass over
+all rows. On a GPU the pass is submitted while the device computes the previous pass.
 """
 
 from __future__ import annotations

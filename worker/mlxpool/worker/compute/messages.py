@@ -94,8 +94,9 @@ class Compute(Struct, frozen=True):
 
 
 class EncodedQuestion(Struct, frozen=True):
-    """A question as token ids: its prompt, its answers, and the tokens that may follow at each
-    branch of the answers.
+    """A question as token ids: its prompt and its answers.
+
+    `branches`: the tokens that may follow at each branch of the answers.
     """
 
     prompt: tuple[int, ...]
@@ -106,8 +107,9 @@ class EncodedQuestion(Struct, frozen=True):
 class Decide(Struct, frozen=True):
     """Compute the probabilities of answers with a model that generates text.
 
-    Answered by `Answer`. The prompts begin with the same `shared` tokens. For the other fields see
-    DecideCall.
+    Answered by `Answer`. The prompts begin with the same `shared` tokens. `temperature` divides the
+    log-probabilities of the answers. `first`: the number of the first question, for errors.
+    `alone`: no pass joins a question with other questions.
     """
 
     key: CallKey
@@ -142,9 +144,10 @@ class DiskNews(Struct, frozen=True):
 
 
 class SaveAll(Struct, frozen=True):
-    """Stop all runs without an answer and write prefixes to disk, until the monotonic time `until`.
+    """Stop all runs, and write prefixes to disk until the monotonic time `until` at the latest.
 
-    `saved` is set when all prefixes are written, or at `until`. Then the process ends.
+    The stopped runs get no last delta. `saved` is set when all prefixes are written, or at `until`.
+    Then the process ends.
     """
 
     until: float
@@ -212,7 +215,7 @@ class DeltaQueue:
 
     When the deltas of MAX_UNTAKEN_STEPS steps wait, `put` blocks in the phase `blocked`. The main
     thread calls `acknowledge`; the compute thread calls all other methods. Each message has the
-    current fence, see StepDeltas.
+    fence of the newest `DropAll`, so that the main thread ignores older deltas.
     """
 
     def __init__(self, post: Callable[[Outbound], None], progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""Opens a model, from a folder or built-in, by its settings, and makes the model's engine."""
+"""Opens a model of a folder, or a built-in model, by its settings, and makes its engine."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def require_no_disk(config: ModelConfig, what: str) -> None:
 
 
 def require_no_drafts(config: ModelConfig, what: str) -> None:
-    """Raises ModelLoadFailed if drafts or a draft model are set for a model that checks none."""
+    """Raises ModelLoadFailed if drafts or a draft model are set, but the model checks no drafts."""
     if config.draft:
         raise ModelLoadFailed(
             f"draft is {config.draft!r}, but {what} checks no drafts: leave draft out"

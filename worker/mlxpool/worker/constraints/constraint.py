@@ -167,7 +167,7 @@ class Constraint:
         """Records that the matcher got a token ahead: `take` will be called with the token later.
 
         Until that call nothing else reads the matcher, so another thread may make the next mask.
-        `find`: also searches the tokens that the format forces after this token.
+        `find`: also finds the tokens that the format forces after this token.
         """
         matcher, forced = self.matcher, self._forced  # for many rows in every step: few calls
         self._ahead = token
@@ -201,7 +201,7 @@ class Constraint:
         return True
 
     def draws_next(self, least: int) -> bool:
-        """Returns whether the next token is sampled: the answer goes on, and no run is forced.
+        """Returns whether the next token is sampled: the answer can continue, and no run is forced.
 
         A run consists of `least` or more forced tokens.
         """
@@ -263,8 +263,8 @@ class Constraint:
     def _behind_token(self) -> None:
         """Clears the values that were stored before the matcher got its newest token.
 
-        If tokens were forced, the newest token was the first of these. Removes it from the forced
-        tokens.
+        If tokens were forced, the newest token was the first of these. Then removes this token from
+        the forced tokens.
         """
         self._forget()
         if self._forced:
@@ -335,7 +335,7 @@ class Constraint:
 
     @property
     def accepts(self) -> bool:
-        """Whether the answer is complete, though it may go on.
+        """Whether the answer is complete, even if more text may follow.
 
         The first read after a token asks the matcher. Later reads return the stored value, so any
         thread may read it, also while a mask is made.

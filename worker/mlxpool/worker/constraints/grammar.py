@@ -44,7 +44,10 @@ LIMITS = LLParserLimits(
 
 
 def digest_of(format: Mapping[str, Any], vocabulary: str) -> str:
-    """Returns a digest of what decides the allowed ids: a format, llguidance and a vocabulary."""
+    """Returns a digest of everything that decides the allowed ids.
+
+    This is the format, our grammar options, llguidance's version and the vocabulary.
+    """
     bounds = f"{MAX_DIGITS} {MAX_EXPONENT}" if has_json(format) else ""
     options = json.dumps(JSON_OPTIONS) + bounds
     parts = text_of(format), llguidance.get_version(), options, vocabulary
@@ -58,7 +61,7 @@ def has_json(format: Mapping[str, Any]) -> bool:
 
 
 def grammar_of(format: Mapping[str, Any]) -> str:
-    """Returns llguidance's text of a format. Raises BadRequest."""
+    """Returns llguidance's text of a format. Raises BadRequest if llguidance refuses the format."""
     kind = format["type"]
     try:
         if kind == "json":
@@ -130,7 +133,7 @@ def _error_of(text: str) -> str:
 
 
 def _located(format: Mapping[str, Any], error: str) -> str:
-    """Returns the error for a format that cannot be compiled, with the part that is at fault."""
+    """Returns the error for a format that cannot be compiled; the error names the faulty part."""
     schema, what = format.get("schema"), ""
     if format["type"] == "lark":
         rule = rule_of(format["grammar"], error)

@@ -33,9 +33,9 @@ class MadeMasks(Struct, frozen=True):
     """The result of mask jobs: a table, and each constraint's line (row index) in it.
 
     A negative line: the constraint needs no mask, see mask_table.only. `used`: the number of lines
-    that have a mask. `failed`: the errors of masks that could not be made. `late`: the constraints
-    that had a mask which was not ready in time, and since then no mask that was made quickly. Some
-    of their masks may be in `table`.
+    that have a mask. `failed`: the errors of masks that could not be made. `late`: constraints with
+    a mask that was not ready in time, and with no quickly made mask since then. Some of their masks
+    may be in `table`.
     """
 
     table: MaskTable
@@ -166,11 +166,11 @@ class Batch:
             self._made()
 
     def _fill_table(self, begins: Callable[[], None]) -> None:
-        """Makes the masks, and measures the processor time as `seconds`.
+        """Makes the masks, and sets `seconds`, by which Masks decides which constraints are quick.
 
-        A constraint counts as quick only if the `seconds` of its newest masks are few. For a single
-        mask this is the mask's own time. For several masks it is 0, so that all stay quick, unless
-        the masks took far too long together: then it is the time of all masks.
+        For a single mask, `seconds` is the processor time of the mask. For several masks it is 0,
+        so that their constraints stay quick. If several masks took unusually long together, it is
+        the processor time of all masks.
         """
         if len(self.constraints) == 1:
             begins()
@@ -224,7 +224,10 @@ def timed_mask(constraint: Constraint) -> tuple[Found, float]:
 
 
 def _filled_by(constraint: Constraint, table: MaskTable) -> tuple[FilledTable, float]:
-    """Writes the mask of one constraint into a table. Returns the table's state and the seconds."""
+    """Writes the mask of one constraint into a table.
+
+    Returns the result, and the seconds of processor time.
+    """
     mask, seconds = timed_mask(constraint)
     if isinstance(mask, Exception):
         return FilledTable([0], 0, {0: mask}), seconds

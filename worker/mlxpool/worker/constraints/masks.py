@@ -48,8 +48,9 @@ class Masks:
     """
 
     def __init__(self, memory: Callable[[int], MaskTable | None] = lambda lines: None) -> None:
-        """`memory` is a function that returns a table for `lines` masks in memory that the device
-        reads directly; None: there is no such memory.
+        """`memory` is a function that returns a table for `lines` masks.
+
+        The table is in memory that the device reads directly. None: there is no such memory.
         """
         self._memory = memory
         self._free: list[MaskTable] = []
@@ -68,7 +69,7 @@ class Masks:
         return making is None or making.is_made()
 
     def begin(self, constraint: Constraint) -> None:
-        """Begins a mask in another thread; meanwhile nothing else may use the constraint."""
+        """Begins to make a mask in another thread; meanwhile nothing may use the constraint."""
         if constraint.record.making is not None:
             return
         if self._threads is None:
@@ -147,9 +148,9 @@ class Masks:
     # ---- masks -----------------------------------------------------------------------------------
 
     def begin_early(self, constraints: Sequence[Constraint]) -> None:
-        """Begins masks of quick constraints, before the pass whose draw needs them has begun.
+        """Begins to make masks of quick constraints, before the pass whose draw needs them.
 
-        Another thread makes them as soon as the calling thread releases the GIL.
+        Another thread makes the masks as soon as the calling thread releases the GIL.
         """
         early = [
             constraint
@@ -183,7 +184,7 @@ class Masks:
     def wait(self) -> None:
         """Waits, for a bounded time, until a mask is made.
 
-        A mask that was made since the last call counts, too.
+        Returns at once if a mask was made since the last call.
         """
         self._news.wait(IDLE_WAIT)
         self._news.clear()
@@ -311,7 +312,7 @@ class Masks:
     def _made_by(
         self, made: Mapping[Batch | SingleMask, bool], constraints: Sequence[Constraint]
     ) -> Iterator[tuple[Constraint, Found]]:
-        """Yields those of these constraints whose masks are made, each with its mask."""
+        """Yields each of these constraints whose mask is made, with its mask."""
         places = {
             constraint: at
             for maker in made

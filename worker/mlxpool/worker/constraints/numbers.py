@@ -86,7 +86,7 @@ class NumberBound:
             self.take(token)
 
     def give_back(self) -> None:
-        """Removes the newest token; it can remove only one."""
+        """Removes the newest token; only one token can be removed."""
         self._tail = self._before
 
     def copy(self) -> NumberBound:

@@ -1,7 +1,7 @@
-"""Finds the tool, and the part of its schema, that llguidance cannot compile; for an error.
+"""Finds the tool, and the part of its schema, that llguidance cannot compile.
 
-Parts of a schema are compiled separately. So this code is called in the process that checks
-formats, which has limits.
+The error message names both. Parts of a schema are compiled separately, so this code is called in
+the process that checks formats, which has limits.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The probability of an answer of several tokens is the product of the probabiliti
 each after the tokens before it. A `branch` is a token sequence with which an answer begins, but
 shorter than the answer; the first branch is empty. The model gives the log-probabilities of the
 next token at each branch. If an answer ends at a branch ("1" of 1 to 10), its probability has a
-further factor: the probability that no longer answer ("10") follows.
+further factor: the probability that the answer does not continue to a longer one ("10").
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Decided(Struct, frozen=True):
 
 
 class Answers(Struct, frozen=True):
-    """The token sequences that count as each label."""
+    """The token sequences with which the model may write each label, in the order of the labels."""
 
     paths: tuple[tuple[Path, ...], ...]
 
@@ -66,7 +66,7 @@ def decided(answers: Answers, found: Found, temperature: float) -> Decided:
 
 
 def _log_mass(path: Path, found: Found) -> float:
-    """Returns the log-probability that the answer is `path`, and no longer answer follows."""
+    """Returns the log-probability that the answer is `path`, and not a longer answer."""
     mass = sum(found[path[:at]][token] for at, token in enumerate(path))
     if path in found:
         longer = sum(math.exp(log) for log in found[path].values())
@@ -81,11 +81,11 @@ def _sum_of_logs(logs: Iterable[float]) -> float:
 
 
 def kept_forms(forms: Sequence[Sequence[Path]]) -> tuple[tuple[Path, ...], ...]:
-    """Returns for each label the token sequences that count as the label.
+    """Returns for each label the token sequences that are accepted as the label.
 
     `forms` has, for each way to write the answers, the token sequence of each label; the expected
-    form comes first. The sequences of another form count only if all their branches are branches of
-    the first form, because the model would have to compute any further branch.
+    form comes first. The sequences of another form are accepted only if all their branches are
+    branches of the first form, because the model would have to compute any further branch.
     """
     branches = {path[:at] for path in forms[0] for at in range(len(path))}
     kept = [

@@ -35,7 +35,7 @@ class AskQuestions(Struct, frozen=True):
 
     `chat`: the model has a chat template. `think`: whether the model shall think; None: the
     template decides. `now`: seconds since 1970. `context`: the most tokens of a prompt and its
-    answer. `first`: see DecideCall.
+    answer. `first`: the number of the first question in errors.
     """
 
     prompt: str
@@ -60,7 +60,11 @@ class Prompts(Struct, frozen=True):
 
 
 def prompts_of(text: TextModel, job: AskQuestions) -> Prompts:
-    """Returns the prompts. Raises BadRequest with a question's name, and ContextExceeded."""
+    """Returns the prompts of the questions of a job.
+
+    Raises BadRequest with the name of an invalid question, and ContextExceeded if a prompt is too
+    long.
+    """
     questions = [
         Question.parse(f"questions[{job.first + at}]", body)
         for at, body in enumerate(job.questions)
@@ -100,7 +104,7 @@ def worded_end(tail: str, words: str) -> str:
 def _rendered(
     text: TextModel, job: AskQuestions, questions: Sequence[Question]
 ) -> tuple[str, list[str]]:
-    """Returns the common beginning of all prompts, and the rest of each prompt.
+    """Returns the common beginning of all prompts, and the remaining text of each prompt.
 
     A template is rendered for the first and the last question. If these two prompts differ only in
     the words of the question, the template is not rendered for the other questions.
@@ -127,7 +131,7 @@ def _rendered(
 
 
 def _divided(prompts: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the common beginning of all texts, and the non-empty rest of each text."""
+    """Returns the common beginning of all texts, and the non-empty remainder of each text."""
     common = min(_common(prompts[0], prompt) for prompt in prompts)
     common = min(common, *(len(prompt) - 1 for prompt in prompts))
     return prompts[0][:common], [prompt[common:] for prompt in prompts]
@@ -140,7 +144,7 @@ def _common(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 def _parts(text: TextModel) -> Callable[[str], list[int]]:
-    """Returns a function that tokenises a text as it is in the middle of a prompt."""
+    """Returns a function that tokenises a text as if it were in the middle of a prompt."""
     begin = len(text.encode(_ANCHOR))
 
     @cache

@@ -1,4 +1,4 @@
-"""Addresses of arrays on the device, for kernels that read a table of them."""
+"""Addresses of arrays on the device, for kernels that read a table of addresses."""
 
 from __future__ import annotations
 

@@ -121,7 +121,10 @@ def splits_of(shape: PassShape) -> tuple[int, ...]:
 
 
 def stages_of(shape: PassShape, sets: int) -> tuple[int, int]:
-    """Returns how many pipeline stages fit into shared memory: for products, and for attention."""
+    """Returns how many pipeline stages fit into shared memory: for products, and for attention.
+
+    `sets`: the sets of 8 lines for which the kernel is compiled.
+    """
     room = MAX_SHARED_BYTES - _header_bytes(shape)
     stage = (matmul_tiled.ROWS + 8 * sets) * matmul_tiled.COLUMNS * 2
     keys = _attention_bytes(shape, 1)
@@ -129,7 +132,10 @@ def stages_of(shape: PassShape, sets: int) -> tuple[int, int]:
 
 
 def shared_bytes(shape: PassShape, sets: int) -> int:
-    """Returns the bytes of shared memory of a thread block."""
+    """Returns the bytes of shared memory of a thread block.
+
+    `sets`: the sets of 8 lines for which the kernel is compiled.
+    """
     products, attention = stages_of(shape, sets)
     stage = (matmul_tiled.ROWS + 8 * sets) * matmul_tiled.COLUMNS * 2
     gates = 8 * sets * (matmul_tiled.ROWS + 1) * 4

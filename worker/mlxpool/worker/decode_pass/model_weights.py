@@ -197,7 +197,7 @@ def _layer(layer: object) -> tuple[_LayerKind, LayerWeights] | None:
 
 
 def _dense(layer: object) -> Linear | None:
-    """Returns `layer` if it is a Linear, so unquantised, and not batch-invariant; else None."""
+    """Returns `layer` if it is an unquantised Linear that is not batch-invariant; else None."""
     return layer if type(layer) is Linear and not layer.batch_invariant else None
 
 

@@ -101,7 +101,7 @@ def check(
 
 
 def gpu_problem(config: ModelConfig, visible: Sequence[str]) -> str:
-    """Returns why a worker cannot have its GPUs among the `visible` GPUs; "" if it can."""
+    """Returns why the `visible` GPUs do not suffice for the model's settings; "" if they do."""
     try:
         check_enough(chosen_gpus(visible, config.gpu_ids), config.devices)
     except GpusUnavailable as error:
@@ -219,7 +219,7 @@ def _machine_of_encoder(
 ) -> dict[str, Any]:
     """Returns the part `machine` of the report.
 
-    It tells whether the weights fit into the memory of the worker and of the pool.
+    It states whether the weights fit into the memory of the worker and of the pool.
     """
     try:
         from mlxpool.worker.kernels import device

@@ -137,8 +137,7 @@ def _plan(config: Mapping[str, Any], problems: Problems) -> ModelPlan | None:
 def _bad_keys(config: Mapping[str, Any], value: int) -> Iterator[str]:
     """Yields the errors of unusable keys.
 
-    After each error, `value` becomes the value of the unusable key, and the config is checked
-    again.
+    After each error, sets the unusable key to `value` and checks the config again.
     """
     replaced: dict[str, int] = {}
     while len(replaced) < MAX_KEYS:
@@ -178,7 +177,7 @@ def _check_weights(
 
 
 def _without_missing(messages: Iterable[str]) -> Iterator[str]:
-    """Yields the messages, but not those about tensors that only a missing shard makes missing."""
+    """Yields the messages without those about missing tensors, which a missing shard explains."""
     return (message for message in messages if not message.startswith("the weights lack"))
 
 

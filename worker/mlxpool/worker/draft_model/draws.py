@@ -19,9 +19,9 @@ GROUP = 64  # tokens of a group; the largest logit of each group is found first
 class DraftDraws(TokenDraws):
     """TokenDraws for drafts: it computes no log-probabilities.
 
-    If all rows are greedy, each token has the distance between the two largest logits in place of
-    its log-probability. Otherwise the tokens have neither. Log-probabilities would take longer than
-    the draft model itself does on a CPU.
+    If all rows are greedy, the field for a token's log-probability has the distance between the two
+    largest logits. Otherwise the field is empty. Log-probabilities would take longer than the draft
+    model itself does on a CPU.
     """
 
     def draw(
@@ -48,7 +48,7 @@ class DraftDraws(TokenDraws):
 def likeliest(logits: mx.array) -> tuple[mx.array, mx.array]:
     """Returns the tokens [R] with the largest of logits [R, V], and their distances to the second.
 
-    If V can be divided into groups, the largest logit outside of the token's group counts as the
+    If V can be divided into groups, the largest logit outside of the token's group is used as the
     second, even if the group has a larger one. The token is NO_TOKEN if the logits are NaN.
     """
     rows, size = logits.shape

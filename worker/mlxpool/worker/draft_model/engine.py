@@ -31,7 +31,10 @@ class DraftModelEngine:
     def __init__(
         self, loaded: LoadedModel, text: TokenTable, *, rows: int, limit: int, batch: int = 0
     ) -> None:
-        """`limit`: the most bytes of the process, see EngineSettings."""
+        """`limit`, `batch`: the most bytes of the process, and the most tokens of a pass.
+
+        See EngineSettings.
+        """
         self.max_rows = rows
         self.context = min(loaded.folder.context, MAX_DRAFT_CONTEXT)
         self.engine = ModelEngine(

@@ -66,9 +66,10 @@ class EncoderFolder(Struct, frozen=True):
 
 
 def is_encoder(files: ModelFiles, task: str = "") -> bool:
-    """Returns whether the files belong to an encoder model; `task`: see ModelConfig.
+    """Returns whether the files belong to an encoder model.
 
-    Raises ModelLoadFailed for a config.json that cannot be read.
+    `task`: the model's setting; a model with any task is an encoder model. Raises ModelLoadFailed
+    for a config.json that cannot be read.
     """
     config = read_json(files / "config.json")
     encodes = str(config.get("model_type")) in ENCODERS or label_count(config) > 0
@@ -76,9 +77,10 @@ def is_encoder(files: ModelFiles, task: str = "") -> bool:
 
 
 def inspect_encoder(files: ModelFiles, task: str = "", context: int = 0) -> EncoderFolder:
-    """Checks an encoder model; reads headers, but no weights. `task`, `context`: see ModelConfig.
+    """Checks an encoder model; reads headers, but no weights.
 
-    Raises ModelLoadFailed with the file, the tensor or the value, and the remedy.
+    `task`, `context`: the settings of the model. Raises ModelLoadFailed with the file, the tensor
+    or the value, and the remedy.
     """
     config = read_json(files / "config.json")
     require_tokenizer(files.where, files)

@@ -18,9 +18,11 @@ class EncoderInput(Struct, frozen=True):
 
 
 class EncodeInputs(Struct, frozen=True):
-    """A job: make encoder inputs from texts or pairs; the fields are as in EncoderCall.
+    """A job: make encoder inputs from `texts` or from `pairs` of texts.
 
-    In messages, pairs are lists.
+    `prompt`, or else the model's prompt `prompt_name`, is put before a text. `truncate`: a too long
+    input is truncated instead of refused. `first`: the number of the first input in errors. In
+    messages, pairs are lists.
     """
 
     texts: Sequence[str] = ()

@@ -68,8 +68,8 @@ class VectorSettings(Struct, frozen=True):
     def dimensions(self, hidden: int) -> int:
         """Returns the length of a vector.
 
-        Raises ModelLoadFailed if a dense layer takes vectors of another length than the step before
-        it makes.
+        Raises ModelLoadFailed if a dense layer's input length differs from the length of the
+        vectors that it gets.
         """
         size = hidden * len(self.poolings)
         for dense in self.dense:

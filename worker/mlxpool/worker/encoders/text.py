@@ -50,7 +50,8 @@ class EncoderTextSource(Struct, frozen=True):
 class OpenedEncoder(Struct, frozen=True):
     """An encoder model whose folder was checked; its weights are not loaded yet.
 
-    `dimensions` and `normalises`: see engine.encoding.encoder.Encoder.
+    `dimensions`: the length of a vector of `embed`; 0: the model does not embed. `normalises`:
+    `embed` normalises vectors by default.
     """
 
     digest: str
@@ -98,11 +99,11 @@ class EncoderText:
         truncate: bool = False,
         first: int = 0,
     ) -> list[EncoderInput]:
-        """Returns the input of each text after `prompt`, or else after the prompt `prompt_name`.
+        """Returns the input of each text, with a prompt before the text.
 
-        If a text is too long, truncates it (`truncate`), or raises ContextExceeded with the index
-        of the text, counted from `first`. Raises BadRequest for an unknown prompt name and for text
-        that is not Unicode.
+        The prompt is `prompt`, or else the model's prompt `prompt_name`. If a text is too long,
+        truncates it (`truncate`), or raises ContextExceeded with the index of the text, counted
+        from `first`. Raises BadRequest for an unknown prompt name and for text that is not Unicode.
         """
         before = self._prompt(prompt_name) if prompt is None else prompt
         return [

@@ -75,11 +75,11 @@ def of_weights(folder: ModelFolder) -> dict[str, Any]:
 
 
 def details(folder: ModelFolder, templates: Mapping[str, Template]) -> dict[str, Any]:
-    """Returns further facts of a model; None for a fact that its files lack.
+    """Returns further properties of a model; None for each property that its files lack.
 
-    The facts are the modification time of config.json (seconds since 1970), numbers of the config,
-    the chat template, the licence (a text or a name), and the options that generation_config.json
-    recommends.
+    The properties are the modification time of config.json (seconds since 1970), numbers of the
+    config, the chat template, the licence (a text or a name), and the options that
+    generation_config.json recommends.
     """
     inner = folder.config.get("text_config")
     config = inner if isinstance(inner, Mapping) else folder.config
@@ -175,7 +175,10 @@ def quantisation(folder: ModelFolder) -> str:
 
 
 def _layouts(folder: ModelFolder) -> Iterable[QuantLayout]:
-    """Returns the layouts of all quantised modules; for mlx-lm's code, modules that have scales."""
+    """Returns the layouts of all quantised modules.
+
+    If mlx-lm computes the model, these are the modules with scales.
+    """
     if not folder.uses_mlx_lm:
         return folder.match.layouts.values()
     try:

@@ -23,18 +23,22 @@ class Passes(Protocol):
     def start(
         self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
     ) -> bool:
-        """Starts one pass, as Engine.submit does or, if not `at_once`, as Engine.forward does."""
+        """Starts one pass. Returns True if the pass compiles something.
+
+        With `at_once` the pass draws its tokens; otherwise it draws them when Engine.draw is
+        called. `built` is called when the pass is built, just before its submission to the device.
+        """
 
     def collect(self) -> StepResult:
-        """Waits for the oldest pass in flight; see Engine."""
+        """Waits for the oldest pass in flight, and returns its results."""
 
 
 class PassQueue(Passes, Protocol):
-    """Passes, with a queue of the passes in flight; pipeline.Pipeline implements it."""
+    """A Passes whose passes in flight can be counted; pipeline.Pipeline implements it."""
 
     @property
     def flights(self) -> Sized:
-        """The passes in flight."""
+        """The passes that were started and not collected."""
 
 
 class OneDevice:
@@ -47,7 +51,10 @@ class OneDevice:
     def make_layout(
         self, name: str, shape: RowShape, model: Model, blocks: int, **settings: Any
     ) -> Layout:
-        """Makes the layout `name`, see layout_choice.make_layout."""
+        """Makes the memory layout `name` for KV rows; a layout with a pool has `blocks` KV blocks.
+
+        `settings`: further arguments of layout_choice.make_layout.
+        """
         return make_layout(name, shape, model, blocks, on_gpu=device.on_gpu(), **settings)
 
     def passes(self, pipeline: PassQueue) -> Passes:

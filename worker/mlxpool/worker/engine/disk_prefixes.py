@@ -1,7 +1,8 @@
-"""The disk tier in the compute thread: reads prefixes for waiting sequences, saves the tree.
+"""The compute thread's use of the disk tier: reads prefixes for waiting sequences, saves the tree.
 
-`open_disk` decides with which settings an engine has a disk tier, and which stored records it can
-use. The thread waits for the disk only at the end of the worker, for a bounded time.
+The disk tier keeps records of the prefix tree in files. `open_disk` decides with which settings an
+engine has a disk tier, and which stored records it can use. The thread waits for the disk only at
+the end of the worker, for a bounded time.
 """
 
 from __future__ import annotations
@@ -93,11 +94,11 @@ class DiskPrefixes:
     # ---- sequences that wait ---------------------------------------------------------------------
 
     def begin(self, seq: Sequence, now: float) -> None:
-        """Begins to read a sequence's prefix if the disk has a longer one than the memory.
+        """Begins to read a sequence's prefix if the disk has a longer prefix than the memory.
 
-        The sequence waits until `turn` has taken all records. If another sequence already reads a
-        prefix that begins with the same block, this sequence first waits for that sequence; then
-        `begin` is called again. `now`: monotonic seconds.
+        The sequence waits until `turn` has added all records to the tree. If another sequence
+        already reads a prefix that begins with the same block, this sequence first waits for that
+        sequence; then `begin` is called again. `now`: monotonic seconds.
         """
         if seq.looked_up or self._is_read(self._awaited.pop(seq, None), seq):
             return
@@ -150,7 +151,7 @@ class DiskPrefixes:
             self._save(leaving=True)
 
     def leave(self, seq: Sequence) -> None:
-        """Unpins a sequence's prefix that was read, when the sequence gets its row or leaves."""
+        """Unpins a sequence's prefix that was read, when the sequence gets its row or ends."""
         self._awaited.pop(seq, None)
         seq.restoring = False
         restore = self._restores.pop(seq, None)
@@ -237,9 +238,10 @@ class DiskPrefixes:
         return self._saves.may_have
 
     def save_some(self) -> bool:
-        """Does one step of saving while no sequence runs.
+        """Does one step of saving the prefix tree to disk, while no sequence runs.
 
-        Returns False if saving has just failed, or if the thread can sleep until the tier wakes it.
+        Returns False if no step can be done now: all records are saved, the write queue is full, or
+        a step has failed a short time ago.
         """
         self.tier.state.busy = False
         self.tier.writes.free()
@@ -274,7 +276,7 @@ class DiskPrefixes:
 
 
 def room_of(limit: int) -> int:
-    """Returns the most bytes of the read queue, and of the write queue, for a memory limit."""
+    """Returns the most bytes in the read queue, and in the write queue, for a memory limit."""
     return min(MAX_ROOM, limit // ROOM_SHARE)
 
 
@@ -289,11 +291,14 @@ def open_disk(
     bound: Callable[[], None],
     claim: Callable[[int], bool],
 ) -> DiskPrefixes:
-    """Opens the tier and starts to list the files of its folder.
+    """Opens the disk tier and starts to list the files of its folder.
 
     `rules`: everything that decides the engine's stored arrays of tokens, besides the machine and
-    the versions. Other threads call `wake`. See DiskPrefixes for `bound` and `claim`. Raises
-    ModelLoadFailed for a folder that others can write into, and for a cache without a tree.
+    the versions. `room`: the most bytes in the read queue, and in the write queue. Other threads
+    call `wake` after they have read or written something. `bound` limits the prefix cache to the
+    bytes that rows do not use. `claim` returns True if a number of bytes is free, or can be made
+    free. Raises ModelLoadFailed for a folder that others can write into, and for a cache without a
+    tree.
     """
     if not isinstance(cache, TreeCache):
         raise ModelLoadFailed(

@@ -91,7 +91,7 @@ class Engine(Protocol):
 
     @property
     def limits(self) -> StepLimits:
-        """The bounds of a pass."""
+        """The limits of a pass: its most inputs, prompt chunks, query-key pairs and drafts."""
 
     @property
     def cost(self) -> StepCost:
@@ -183,8 +183,8 @@ class Engine(Protocol):
         Adds the number of a span's inputs to `seq.submitted`, and the number of tokens that it
         draws to `seq.awaited`. Returns True if the pass compiles something; its time is then not
         representative. If the pass fails, all sequences in flight lose their rows. Raises
-        ValueError for drafts of a sequence that has a pass in flight, for drafts of a row that
-        cannot be trimmed, and for hidden states, if the engine does not give them.
+        ValueError for drafts of a sequence that has a pass in flight, or of a row that cannot be
+        trimmed. Also raises ValueError for hidden states if the engine does not give these.
         """
 
     def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
@@ -192,8 +192,8 @@ class Engine(Protocol):
 
         `draw` must be called before the next pass is submitted, and before this pass is collected.
         `built` is called when the pass is built, just before its submission to the device. The
-        submission takes some time without the GIL. Returns as `submit` does. Raises
-        NotImplementedError if the engine draws tokens in the pass itself.
+        submission takes some time without the GIL. Returns True if the pass compiles something.
+        Raises NotImplementedError if the engine draws tokens in the pass itself.
         """
 
     def draw(self, masks: RowMasks) -> None:

@@ -31,10 +31,10 @@ class Flight(Struct, frozen=True):
     evaluation ends the pass. `download`: the copy of the sampled arrays and hidden states in the
     host's memory, readable after the pass has ended; None: results are read from MLX's arrays.
     `reads`: the pass reads prompts. `checks`: the spans with drafts. `embedded`: the spans that
-    give hidden states, with the numbers of their first rows. `hidden` [H, d]: the hidden states.
-    `states` [H, d]: the hidden states that stay on the device, for the log-probabilities of
-    prompts. `undrawn`: the spans that have drawn no tokens yet, and their logits. `load`: the load
-    of the pass for the cost model; None: the load that the spans give.
+    give hidden states, each with the index of its first state in `hidden` or `states`. `hidden`
+    [H, d]: the hidden states. `states` [H, d]: the hidden states that stay on the device, for the
+    log-probabilities of prompts. `undrawn`: the spans that have drawn no tokens yet, and their
+    logits. `load`: the load of the pass for the cost model; None: computed from `spans`.
     """
 
     spans: tuple[Span, ...]

@@ -16,7 +16,10 @@ class MaskTables:
         self._free: list[MaskTable] = []
 
     def take(self, lines: int, rows: int) -> MaskTable:
-        """Returns a table of at least `lines` lines; a new table has at least `rows` lines."""
+        """Returns a table of at least `lines` lines; allocates one if no table is large enough.
+
+        A newly allocated table has at least `rows` lines.
+        """
         for place, table in enumerate(self._free):
             if len(table.words) >= lines:
                 return self._free.pop(place)

@@ -54,5 +54,5 @@ class KeptMeasurement:
             return None
 
     def keep(self, measurement: Measurement) -> None:
-        """Keeps a measurement for later loads."""
+        """Stores a measurement for later loads."""
         self.file.write(msgspec.json.encode(measurement))

@@ -61,7 +61,7 @@ class RowLayout(Protocol):
         """
 
     def left(self, rows: Iterable[Any], whole: int) -> int:
-        """Returns the bytes of a capacity of `whole` bytes that `rows` do not use."""
+        """Returns the bytes that `rows` do not use, of a capacity of `whole` bytes."""
 
     def kv_bytes(self, rows: Iterable[Any]) -> tuple[int, int]:
         """Returns the bytes that `rows` use, and the bytes allocated for rows but not used."""
@@ -144,9 +144,9 @@ class EngineMemory(Generic[L, R]):
         return before - self.prefix_blocks()
 
     def unpin(self, seq: Sequence) -> bool:
-        """Lets `shrink` evict prefixes that were read from the disk for other sequences.
+        """Lets `shrink` evict prefixes that were read from disk for sequences other than `seq`.
 
-        See BlockMemory.unpin.
+        Returns True if a prefix became evictable; see BlockMemory.
         """
         return self.disk is not None and self.disk.unpin(seq)
 
@@ -160,9 +160,10 @@ class EngineMemory(Generic[L, R]):
         return min(self.budget.rows, blocks)
 
     def pool_blocks(self, *, prefixes: bool) -> int:
-        """Returns the number of a pool's blocks: enough for all rows, if that many fit.
+        """Returns the number of a pool's blocks: enough for all rows, or as many as fit.
 
-        `prefixes`: the number also includes blocks for all cached prefixes.
+        If `prefixes` is True, the pool also has blocks for all cached prefixes. A configured number
+        of blocks replaces the computed number.
         """
         if self.fixed_blocks is not None:
             return self.fixed_blocks
@@ -171,7 +172,7 @@ class EngineMemory(Generic[L, R]):
         return min(most, self.budget.blocks_for(self.context))
 
     def holds_a_context(self) -> bool:
-        """Returns True if there are enough blocks for one sequence as long as the context."""
+        """Returns True if there are enough blocks for one sequence with a full context."""
         blocks = self.fixed_blocks or self.budget.blocks_for(self.context)
         return blocks >= blocks_for(self.context)
 
@@ -240,7 +241,7 @@ class EngineMemory(Generic[L, R]):
         self.prefix.shrink(self.prefix.nbytes - self.prefix.budget)
 
     def make_room(self, size: int) -> None:
-        """Frees `size` bytes of freed buffers, prefixes, draft rows and images; see Engine."""
+        """Frees `size` bytes: MLX's unused buffers, prefixes, draft rows, images; see Engine."""
         size -= mx.get_cache_memory()
         size -= self.prefix.shrink(size)
         if self.draft is not None and size > 0:
@@ -304,7 +305,7 @@ class EngineMemory(Generic[L, R]):
     ) -> None:
         """Opens the disk tier, after the warm-up; see Engine.
 
-        `rules`: everything that decides the stored arrays of tokens.
+        `rules`: the properties of the engine on which the stored keys and values depend.
         """
         room = room_of(self.budget.limit)
         if folder.files.stamps() != folder.stamps:

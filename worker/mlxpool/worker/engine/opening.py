@@ -99,13 +99,13 @@ class Parts(Struct, frozen=True):
 
     @property
     def slot_token(self) -> int:
-        """The token that stands for an input of an image."""
+        """The token id that a pass reads in place of an input of an image."""
         vision = self.loaded.folder.vision
         return vision.plan.tokens[0] if vision is not None and vision.plan.crossed else NO_TOKEN
 
 
 class Warmed(Struct, frozen=True):
-    """The choices of the warm-up, except the sizes, which are in the memory budget.
+    """The bounds of passes that the warm-up has chosen; the memory budget has the measured sizes.
 
     `seconds`: the target for the time of a pass while sequences decode. `long_passes`: a pass
     without decoding rows may have twice as many inputs as a pass with such rows.
@@ -238,7 +238,7 @@ def expect_drafts(parts: Parts, most: int) -> None:
 
 
 def bounds_of(parts: Parts) -> tuple[int, int]:
-    """Returns the most inputs of a pass, and its most pairs of a query and a key."""
+    """Returns the most inputs of a pass, and the most pairs of a query and a key."""
     sizes, context = parts.memory.layout.sizes, parts.memory.context
     if sizes:  # attention of compiled passes keeps no scores
         chunk = min(parts.batch, context, sizes[-1])
@@ -268,7 +268,10 @@ def limits_of(parts: Parts, warmed: Warmed) -> StepLimits:
 
 
 def kept_rules(parts: Parts) -> dict[str, Any]:
-    """Returns everything that decides the stored arrays of tokens, besides weights and versions."""
+    """Returns the properties of the engine on which the stored keys and values depend.
+
+    Weights and versions are not among these properties.
+    """
     shape = parts.shape
     return {
         "layout": parts.memory.layout.name,

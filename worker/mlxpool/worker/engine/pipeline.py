@@ -69,7 +69,7 @@ class Pipeline:
     ) -> None:
         """`draws`: draws the tokens; if it is None, a TokenDraws does.
 
-        `clears_buffers`: see `_clear_buffers`.
+        `clears_buffers`: the buffers that MLX caches are freed at intervals, see `_clear_buffers`.
 
         `embedding_rows`: the number of tokens that have an embedding; NO_TOKEN replaces other
         tokens; 0: every token has an embedding.
@@ -91,7 +91,11 @@ class Pipeline:
     def start(
         self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
     ) -> bool:
-        """Builds and starts one pass; see Passes."""
+        """Builds and starts one pass; see Passes. Returns True if the pass may compile something.
+
+        `at_once`: the pass draws its tokens without a call of `draw`. `built` is called after the
+        pass is built, before it starts.
+        """
         began = monotonic()
         newest = self.flights[-1] if self.flights else None
         assert newest is None or newest.undrawn is None, "`draw` comes before the next pass"
@@ -366,8 +370,8 @@ class Pipeline:
     def discard_on_failure(self, spans: Many[Span] = ()) -> Iterator[None]:
         """A context in which a failure empties the rows of `spans` and of all passes in flight.
 
-        If rows share arrays, a failure empties all rows. `lost` then tells which sequences have
-        lost inputs.
+        If rows share arrays, a failure empties all rows. After a failure, `lost` returns True for
+        each sequence that has lost inputs.
         """
         try:
             yield

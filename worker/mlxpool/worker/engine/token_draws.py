@@ -77,10 +77,11 @@ class TokenDraws:
         before: Flight | None,
         masks: RowMasks,
     ) -> SamplerOutput:
-        """Draws as `draw` does, for spans of which some draw several tokens.
+        """Draws as `draw` does; some of the spans draw several tokens.
 
-        Each token follows the span's drafts before it. Draws take several times the memory of their
-        logits, so the draws of many tokens are divided into parts.
+        Token i of a span is drawn as if the span's first i drafts were in the completion. Draws
+        take several times the memory of their logits, so the draws of many tokens are divided into
+        parts.
         """
         batch = self._batch([span.sequence for span in spans for _ in range(span.draws)])
         most = lines_at_a_time(self._vocab_size)

@@ -33,7 +33,7 @@ MASK_TABLES = 2  # a table for the next draw, and one for rows that first read f
 
 
 class LoadedEngine(Protocol):
-    """The part of an engine that its warm-up uses; model_engine.ModelEngine implements it."""
+    """The part of an Engine that its warm-up uses; model_engine.ModelEngine implements it."""
 
     parts: Parts
     pipeline: Pipeline
@@ -46,30 +46,36 @@ class LoadedEngine(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """The number of passes that were submitted and not collected; see Engine."""
+        """The number of passes that were submitted and not collected."""
 
     def submit(self, spans: Many[Span], /) -> bool:
-        """Starts one pass over the spans; see Engine."""
+        """Starts one pass over the spans; returns True if the pass compiles something."""
 
     def forward(self, spans: Many[Span], /) -> bool:
-        """Starts a pass that draws no tokens until `draw` is called; see Engine."""
+        """Starts a pass that draws no tokens until `draw` is called.
+
+        Returns True if the pass compiles something.
+        """
 
     def draw(self, masks: RowMasks, /) -> None:
-        """Draws the tokens of the newest pass, which `forward` started; see Engine."""
+        """Draws the tokens of the newest pass, which `forward` started, restricted by `masks`."""
 
     def mask_memory(self, lines: int, /) -> MaskTable | None:
-        """Returns memory for masks that the device reads directly; see Engine."""
+        """Returns host memory for `lines` masks, which the device reads directly.
+
+        None: the device cannot read the host's memory.
+        """
 
     def collect(self) -> StepResult:
-        """Waits for the oldest pass in flight; see Engine."""
+        """Waits for the oldest pass in flight, and returns its results."""
 
 
 class PassKind(Struct, frozen=True):
     """The spans of a pass that is computed at load.
 
-    `counts`: the inputs of each new row that draws a token. `drafts`: the number of drafts that one
-    more row checks. `unread`: the inputs of a further row that draws no token, because its prompt
-    goes on after these inputs; 0: no such row.
+    `counts`: the number of inputs of each new row that draws a token. `drafts`: the number of
+    drafts that one more row checks. `unread`: the number of inputs of a further row that draws no
+    token, because its prompt has more tokens after these inputs; 0: no such row.
     """
 
     counts: tuple[int, ...] = ()
@@ -270,9 +276,9 @@ def step(engine: LoadedEngine, spans: Many[Span]) -> StepResult:
 
 
 def _first_and_last(counts: list[int], *, on_gpu: bool) -> list[int]:
-    """Returns the numbers of rows of the passes that a load computes, out of `counts`.
+    """Returns the numbers of rows for which a load computes decode passes, a selection of `counts`.
 
-    On a GPU these are all `counts`, on a CPU the first two and the last. On a CPU a C++ compiler
+    On a GPU these are all `counts`; on a CPU the first two and the last. On a CPU a C++ compiler
     compiles fused functions, which are the same for two rows and more. The last pass, which has the
     most rows, shows the longest time of a decode step.
     """

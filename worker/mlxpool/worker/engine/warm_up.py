@@ -129,7 +129,7 @@ def kept_measurement(engine: LoadedEngine) -> KeptMeasurement | None:
 
 
 def measure_memory(engine: LoadedEngine, on_progress: Callable[[], None]) -> bool:
-    """Measures the bytes of a pass at its peak; returns True if it chose long passes."""
+    """Measures the bytes of a pass at its peak; returns True if long passes were chosen."""
     parts, memory, drafts = engine.parts, engine.parts.memory, engine.most_drafts
     chunks = GPU_WARM_UP_CHUNKS if device.on_gpu() else CPU_WARM_UP_CHUNKS
     sizes = [min(size, engine.context - 3) for size in chunks]
@@ -196,13 +196,14 @@ def pass_bytes(
 def choose_long_passes(
     engine: LoadedEngine, small: tuple[int, int], large: tuple[int, int]
 ) -> bool:
-    """Makes a layout of long passes if these are allowed; returns True if it did.
+    """Makes a layout of long passes, and returns True, if long passes are allowed.
 
-    Long passes have twice the inputs of the `large` chunk, which is the longest of the layout. They
-    are faster for small models, because the host takes as long to build a pass as the device to
-    compute it. They are allowed if two conditions hold. They end within the step target's upper
-    bound, so that new requests are not delayed. They leave at least a share LONG_PASSES_LEAVE of
-    the blocks.
+    Long passes have up to twice the inputs of the `large` chunk. They are faster for small models,
+    because the host takes as long to build a pass as the device to compute it. Two conditions must
+    hold: long passes end within the step target's upper bound, so that new requests are not
+    delayed, and leave at least the share LONG_PASSES_LEAVE of the blocks. Returns False for a model
+    with an image encoder, for a configured number of blocks, and if `large` is not the layout's
+    longest pass.
     """
     parts, memory, size = engine.parts, engine.parts.memory, large[0]
     most = min(parts.batch, engine.context)

@@ -41,13 +41,14 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 class RankLost(RuntimeError):
-    """Another rank did not reach a sum in time; the group cannot go on."""
+    """Another rank did not reach a sum in time, so the group has to end."""
 
 
 class Collectives:
     """The operations of a group; each rank calls the same operations in the same order.
 
-    The operations of one evaluation must be a chain, see peer_sums.py.
+    Within one evaluation, each operation must depend on the result of the operation before it, see
+    peer_sums.py.
     """
 
     def __init__(self, group: mx.distributed.Group) -> None:
@@ -98,7 +99,7 @@ class Collectives:
 
         If a rank cannot use these kernels, or if `sums` is NCCL, NCCL still computes all sums. In a
         sum, a GPU waits `wait_limit` seconds for a peer. `limits`: the largest arrays that the
-        kernels add up; None: those from `limits_of`.
+        kernels add up; None: `limits_of` chooses them.
         """
         self._peers = None
         if sums == NCCL:

@@ -160,7 +160,7 @@ class Part(Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """The number of vocabulary entries that this rank holds."""
+        """The number of tokens of the vocabulary whose weights the rank has."""
         return self.folder.plan.embedding_rows // self.ranks
 
 

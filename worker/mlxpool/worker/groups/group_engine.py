@@ -103,7 +103,7 @@ class Group(OneDevice):
         """Returns True if the group can still compute; see OneDevice.
 
         If a pass has failed, or a rank did not get a message, the ranks no longer compute the same
-        passes, and the group has to end. Its streams go on in another group.
+        passes, and the group has to end. The streams of the group continue in another group.
         """
         if self._orders.broken:
             return False
@@ -131,8 +131,8 @@ class GroupPasses:
     ) -> bool:
         """Starts one pass; see Passes.
 
-        A pass can fail before its message is sent. Then all ranks still have the same passes in
-        flight: passes that rank 0 discards also end on the other ranks.
+        If the pass fails before its message is sent, rank 0 discards its passes in flight. Then
+        this method also ends these passes on the other ranks.
         """
         in_flight = len(self._pipeline.flights)
         try:

@@ -1,7 +1,7 @@
 """The messages of rank 0 to the other ranks, and their encoding. No I/O.
 
 Every rank computes the same passes in the same order, which is the order of these messages. There
-are no answers: a rank that cannot go on ends, and then the group ends.
+are no answers. If a rank fails, its process ends, and then the group ends.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class MakePool(Struct, frozen=True):
     """Make a pool of `blocks` blocks for `rows` rows, in place of the previous pool.
 
     `context`: the most tokens of a row. `chunk`: the most tokens of a pass. `layout`: the name of
-    rank 0's layout; a rank that chooses another layout must not go on. `kv`: the format of stored
-    keys and values.
+    rank 0's layout; a rank that chooses another layout must end. `kv`: the format of stored keys
+    and values.
     """
 
     blocks: int
@@ -49,13 +49,14 @@ class CopyBlock(Struct, frozen=True):
 class Pass(Struct, frozen=True):
     """Compute one pass.
 
-    `rows`: the row number of each span. `offsets`: the number of tokens that each row has.
-    `counts`: the number of new tokens of each row. `lines`: see RowSpan. `hidden`: the indices of
-    the spans that give hidden states. `tables`: the changes of block tables; each has a row number,
-    the index of the first new entry, and the new entries. `left`: the numbers of released rows.
-    `ids` and `wanted`: see Layout.step. A negative id refers to one of the `drawn` tokens, which
-    rank 0 sends to all ranks before the pass. `fresh`: the pass may compile something. `builds`:
-    the pass is only built, to list its kernels, and not computed.
+    `rows`: the row number of each span. `offsets`: the number of tokens that each row already has.
+    `counts`: the number of new tokens of each row. `lines`: the number of last tokens of each span
+    with a result. `hidden`: the indices of the spans that give hidden states. `tables`: the
+    changes of block tables; each has a row number, the index of the first new entry, and the new
+    entries. `left`: the numbers of released rows. `ids`: the tokens of all spans; the id -1 - r
+    refers to token r of the `drawn` tokens, which rank 0 sends to all ranks before the pass.
+    `wanted`: the indices of the spans with results, see Layout.step. `fresh`: the pass may compile
+    something. `builds`: the pass is only built, to list its kernels, and not computed.
     """
 
     rows: Sequence[int]
@@ -75,7 +76,7 @@ class Pass(Struct, frozen=True):
 class Again(Struct, frozen=True):
     """Compute the newest pass once more, with one more token in each row.
 
-    It requires that all spans of the newest pass were single inputs. The fields are as in Pass.
+    All spans of the newest pass must have been single inputs. Pass explains the fields.
     """
 
     ids: Sequence[int]

@@ -49,9 +49,9 @@ class PartLayerBuilder(WeightLayerBuilder):
     def linear(self, name: str) -> Linear:
         """Builds a rank's part of a linear layer.
 
-        The output head joins the columns of all ranks, and a layer that is divided by its inputs
-        adds up the products of all ranks, so their outputs are whole on every rank. Any other layer
-        returns what this rank computes.
+        The output head joins the columns of all ranks. A layer that is divided by its inputs adds
+        up the products of all ranks. The outputs of these layers are whole on every rank. Any other
+        layer returns only this rank's part of the output.
         """
         layer = super().linear(name)
         if name == HEAD:

@@ -27,7 +27,10 @@ class PeerMemory(Protocol):
     """Allocates memory of this process's GPU, and maps memory of other processes."""
 
     def identity(self) -> bytes:
-        """Returns IDENTITY_BYTES that name the GPU to other processes. Raises PeerMemoryError."""
+        """Returns IDENTITY_BYTES bytes by which other processes know the GPU.
+
+        Raises PeerMemoryError.
+        """
 
     def over_nvlink(self, identity: bytes) -> bool:
         """Returns whether NVLink is known to connect the GPU with the GPU of this identity."""

@@ -1,4 +1,4 @@
-"""The pipes from rank 0 to the other ranks. A pipe has whole messages, each after its length."""
+"""The pipes from rank 0 to the other ranks. The length of each message precedes the message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ BLAME_TIME = 2.0
 class Orders:
     """Rank 0's end of the pipes to all other ranks. Used by the thread that computes.
 
-    `block` is rank 0's memory block, in which the broker reads the number of sent messages.
+    `block` is shared memory of rank 0 and the broker; the broker reads the number of sent messages
+    in it.
     """
 
     def __init__(self, descriptors: Iterable[int], block: Block | None = None) -> None:
@@ -33,8 +34,8 @@ class Orders:
         """Sends a message; waits while a rank does not read.
 
         If a rank has ended, pauses for BLAME_TIME and raises OSError. During the pause, the thread
-        that watches the rank can end this process in the same way as the rank ended. After the
-        error, the ranks no longer compute the same passes, see `broken`.
+        that waits for the rank's end can end this process, by a signal if a signal ended the rank.
+        After the error, the ranks no longer compute the same passes, see `broken`.
         """
         data = encoded(message)
         framed = len(data).to_bytes(LENGTH_BYTES, "little") + data

@@ -48,7 +48,7 @@ class Rank0Store(PagedStore):
     def release(self, row: BlockRow) -> None:
         """Frees the KV row and gives it a new number; see Store.
 
-        The next pass tells the other ranks that the old number has left.
+        The message of the next pass lists the old number as released.
         """
         super().release(row)
         assert isinstance(row, NumberedRow)

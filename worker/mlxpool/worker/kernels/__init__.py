@@ -9,10 +9,11 @@ their output arrays and does not see these writes. The writes are correct becaus
 
 - the arrays of the block pool are whole, contiguous and never replaced;
 - nothing else in the same evaluation uses an array that a kernel writes;
-- readers of written numbers depend on the kernel's output. They add this output (a 0) to their own
-  numbers, or need it anyway: ragged_attention.attend needs the queries from
-  block_write.rotate_and_write, ragged_latents.attend the queries from latent_lines.norm_and_write.
-  Or the writing kernel is the only reader of the token's keys and values, as with FreshLines.
+- readers of written numbers depend on the kernel's output. Some readers add this output (a 0) to
+  their own numbers. Others need the output as their input: ragged_attention.attend needs the
+  queries from block_write.rotate_and_write, and ragged_latents.attend needs the queries from
+  latent_lines.norm_and_write. With FreshLines, the writing kernel is the only reader of the token's
+  keys and values.
 
 `ensure_row_contiguous=False` prevents MLX from passing a copy.
 """

@@ -37,8 +37,8 @@ class CompileNotice:
 class ComputedKinds:
     """Remembers the kinds of the computed passes: a second pass of a kind compiles nothing.
 
-    The kind of a pass is its constants and shapes. A kind counts as computed when its first pass
-    begins. A pass may compile until it is evaluated, so after a failure the kinds of all
+    The kind of a pass is its constants and shapes. A kind is recorded as computed when its first
+    pass begins. A pass may compile until it is evaluated, so after a failure the kinds of all
     unevaluated passes are new again.
     """
 

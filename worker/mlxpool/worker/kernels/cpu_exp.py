@@ -64,7 +64,7 @@ def supports(x: mx.array) -> bool:
 def vectorised() -> bool:
     """Returns whether MLX compiles functions on this CPU.
 
-    A compiled function is traced only once; otherwise Python runs the function in each call.
+    A trial function is called twice: if MLX compiles it, Python runs it only in the first call.
     """
     if not on_linux_cpu():
         return False
@@ -86,7 +86,7 @@ def on_linux_cpu() -> bool:
 
 
 def takes_numpy(x: mx.array) -> bool:
-    """Returns whether NumPy computes this array faster than MLX."""
+    """Returns whether NumPy computes functions of this array faster than MLX."""
     return on_linux_cpu() and x.dtype == mx.float32 and x.size >= MIN_SIZE
 
 

@@ -1,7 +1,7 @@
 """Chooses the experts of tokens and lists the work of the experts' products, in one kernel.
 
-The result is one int32 array, the plan, because each output costs the host time. With C = T * k,
-the plan of T tokens with k choices each has the words
+The result is one int32 array, the plan, because each output of a kernel costs time on the host.
+With C = T * k, the plan of T tokens with k choices each has the words
 
 - 0: the number of items; 1 to 3 are unused;
 - 4: the weights of the choices [T, k], as the bits of float32;
@@ -56,7 +56,7 @@ DEVICE_NUMBERS = 16
 
 @cache
 def supports(tokens: int, routing: RoutingParams) -> bool:
-    """Returns whether `plan_logits` supports `tokens` tokens; the first call tries it."""
+    """Returns whether `plan_logits` supports `tokens` tokens; the first call tests the kernel."""
     fits = (
         0 < tokens * routing.chosen <= MAX_CHOICES
         and routing.chosen <= WARP_SIZE
@@ -94,7 +94,8 @@ def plan_tokens(
 ) -> mx.array:
     """Returns the plan for the tokens x [T, d]. The logits x @ gate.T are not rounded.
 
-    `added` [E]: see RoutingParams. `shared`: all tokens also use a shared expert.
+    `added` [E]: numbers that routing adds to the experts' logits or sigmoids, see RoutingParams.
+    `shared`: all tokens also use a shared expert.
     """
     return _plan(x, gate, added, routing, shared)[0]
 
@@ -168,13 +169,20 @@ def item_lines(tokens: int, routing: RoutingParams) -> int:
 
 
 def max_items(tokens: int, lines: int, routing: RoutingParams, shared: bool) -> int:
-    """Returns the most items in a plan for `tokens` tokens."""
+    """Returns the greatest number of work items of a plan for `tokens` tokens.
+
+    A work item is the product of one expert's weights with at most `lines` token vectors. `shared`:
+    all tokens also use a shared expert.
+    """
     choices = tokens * routing.chosen
     return min(routing.count, choices) + choices // lines + shared * -(-tokens // lines)
 
 
 def plan_words(tokens: int, lines: int, routing: RoutingParams, shared: bool) -> int:
-    """Returns the number of words of a plan."""
+    """Returns the length of the int32 array of a plan.
+
+    `lines`: the most token vectors of a work item. `shared`: all tokens also use a shared expert.
+    """
     before = HEADER_WORDS + 3 * tokens * routing.chosen + shared * tokens
     return before + before % 2 + 2 * max_items(tokens, lines, routing, shared)
 
@@ -192,8 +200,8 @@ def _kernel(
 ) -> Any:
     """Builds the kernel.
 
-    `lines`: the tokens of a thread block. `normed`: the numbers of a token that the kernel norms;
-    0: it computes no norm.
+    `lines`: the tokens of a thread block. `normed`: the size of a token vector that the kernel
+    norms; 0: the kernel computes no norm.
     """
     constants: dict[str, Constant] = {
         **choice_constants(routing, added=added),
@@ -248,7 +256,7 @@ def _counters() -> Any:
 
 @cache
 def _item_lines_array(lines: int) -> mx.array:
-    """Returns `lines` in a cached array; see DEVICE_NUMBERS."""
+    """Returns a cached array of DEVICE_NUMBERS numbers, all equal to `lines`."""
     array = mx.full((DEVICE_NUMBERS,), lines, dtype=mx.int32)
     evaluate_in_own_memory([array])
     return array

@@ -35,8 +35,9 @@ FILES = {**CHOICE, "TOKEN_CHOICE": "token_choice.cuh"}
 class TokenMixture(Struct, frozen=True):
     """A mixture of experts with the norm before it, for one token.
 
-    `gate` [E, d]: the router. `added` [E]: see RoutingParams. `shared`: gates and ups [2 * W, d]
-    and down [d, W] of an expert for every token.
+    `gate` [E, d]: the router. `added` [E]: numbers that routing adds to the experts' logits or
+    sigmoids, see RoutingParams; None: nothing is added. `shared`: the weights of an expert that
+    every token uses, gates and ups [2 * W, d] and downs [d, W]; None: no such expert.
     """
 
     norm: LineNorm
@@ -58,7 +59,10 @@ def supports(
     routing: RoutingParams,
     experts: ExpertWeights,
 ) -> bool:
-    """Returns whether a TokenMixture of these parts supports x [T, d]; the first call tries it."""
+    """Returns whether a TokenMixture of these parts supports x [T, d].
+
+    The first call compiles the kernel, and compares it with the kernels for more tokens.
+    """
     weights, sizes = (experts.gate_up, experts.down), (x.shape[1], experts.width)
     biases = [weight.bias for weight in weights if weight.bias is not None]
     dense = [weight.weight for weight in weights if weight.packed is None]
@@ -89,7 +93,10 @@ def _shared_bytes(size: int, width: int, routing: RoutingParams, *, shared: bool
 def _launch(
     mixture: TokenMixture, x: mx.array, residual: mx.array | None, *, gives_up: bool
 ) -> mx.array:
-    """Runs the kernel. `gives_up`: NaN is returned if thread blocks are not resident."""
+    """Runs the kernel.
+
+    `gives_up`: the result is NaN if not all thread blocks are resident at once.
+    """
     routing, experts, shared = mixture.routing, mixture.experts, mixture.shared
     size, width = x.shape[1], experts.width
     constants: dict[str, Constant] = {

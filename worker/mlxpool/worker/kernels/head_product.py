@@ -70,7 +70,7 @@ def product(x: mx.array, weight: mx.array, turns: RopeTables | None = None) -> m
 
 
 def _tile_rows(sets: int, out: int) -> int:
-    """Returns the weight rows of a thread block: fewer for few tokens, to get more blocks."""
+    """Returns a thread block's weight rows: fewer for few tokens, to use more thread blocks."""
     return FEWER_ROWS if sets < SETS[-1] or out % ROWS else ROWS
 
 

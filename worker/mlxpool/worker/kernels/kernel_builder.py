@@ -44,8 +44,8 @@ def build_kernel(
 ) -> Any:
     """Builds the kernel of `name`.cu with these constants by mx.fast.cuda_kernel.
 
-    Each input costs the host time at each launch. So if a call passes None for an input, the kernel
-    is built without it, and the input's name is a null pointer (const N*) in the source.
+    Each input costs time on the host at each launch. So if a call passes None for an input, the
+    kernel is built without it, and the input's name is a null pointer (const N*) in the source.
     `contiguous`: MLX copies inputs that are not contiguous; not for kernels that write into inputs
     or use strides. `shared`: bytes of shared memory, besides memory declared in the source.
     `header`: code before the kernel. `ends`: files after the kernel's source. `bounds`: CUDA's

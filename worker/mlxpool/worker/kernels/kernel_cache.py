@@ -5,9 +5,9 @@ for each of some 40 kernels, mostly for headers that our kernels do not need. Bu
 into its cache folder. So our kernels are compiled here, without these headers, and stored under
 MLX's file names: a restarted worker compiles nothing. If this fails, MLX compiles as usual.
 
-MLX hashes a kernel's source at each launch: 0.3 of the 6.8 ms of a step with 232 launches (a
-profile of 8B in 4 bits, 128 rows). So MLX gets a short source that includes files in the cache
-folder.
+MLX hashes a kernel's source at each launch. In a profile of an 8B model in 4 bits with 128 rows,
+this took 0.3 ms of a step of 6.8 ms with 232 launches. So MLX gets a short source that includes
+files in the cache folder.
 """
 
 from __future__ import annotations

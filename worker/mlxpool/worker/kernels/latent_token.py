@@ -95,7 +95,8 @@ def before_attention(
     """Returns queries [1, H, R + D] of x [1, d], and writes the latent into slots[0] of `pool`.
 
     The pool is [blocks, 1, block, R + D]; with slot -1 nothing is written. Readers of the pool must
-    depend on the result. `gives_up`: the result is NaN if thread blocks are not resident.
+    depend on the result. `gives_up`: the result is NaN if not all thread blocks are resident at
+    once.
     """
     heads, rank, plain = weights.keys.shape
     turned = weights.turned

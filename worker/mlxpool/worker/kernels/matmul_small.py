@@ -61,7 +61,7 @@ def can_fuse(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> boo
 
 
 def can_fuse_norm(x: mx.array, gain: mx.array) -> bool:
-    """Returns whether the product after an RMS norm of x [T, in] with `gain` can include it."""
+    """Returns whether a product can compute the RMS norm of its input x [T, in] with `gain`."""
     columns = x.shape[-1]
     return (
         is_fusable(x) and gain.dtype == x.dtype and supports(x.shape[0], columns, 2 * ROWS, x.dtype)

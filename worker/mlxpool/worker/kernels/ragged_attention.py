@@ -158,8 +158,8 @@ def attend(
     q may be a view. A line (query token) reads the last `window` keys that it sees; 0: all keys.
     Lines that see no keys, and padding lines of the work list, get zeros; lines without an item get
     arbitrary numbers. With `fresh`, each line is the last token of its own sequence, and q is not
-    rotated yet. `chunks`: the value with which `tile_shape` was called for the work list. For four
-    pools see rotate_and_write.
+    rotated yet. `chunks`: the value with which `tile_shape` was called for the work list. Four
+    pools have 8-bit keys and values with scales, see rotate_and_write.
     """
     hopper = chunks and not is_quantised(pools) and hopper_tiles(q.shape[2])
     return _attend(q, pools, plan, scores, window, hopper, fresh)

@@ -11,8 +11,8 @@ class RoutingParams(Struct, frozen=True):
     The experts' weights are a softmax of all logits, or sigmoids of logits. With a softmax, an
     array [E] may be added to the logits. With sigmoids, an array [E] may be added only for the
     choice of experts: the weights are the sigmoids without it. If the experts are in `groups`, the
-    sigmoids outside of the `chosen_groups` best groups count as 0. A group is rated by its two best
-    experts.
+    choice treats the sigmoids outside of the `chosen_groups` best groups as 0. A group is rated by
+    its two best experts.
     """
 
     count: int

@@ -21,7 +21,10 @@ KNOWN_THREADS = 256
 
 @cache
 def supports(size: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `sample_tokens` supports a vocabulary of `size`; the first call tries it."""
+    """Returns whether `sample_tokens` supports logits of `size` tokens and this dtype.
+
+    The first call for each size and dtype compiles and tests the kernel.
+    """
     return dtype in FLOAT_DTYPES and kernel_works("drawing tokens", lambda: _is_right(size, dtype))
 
 
@@ -33,8 +36,9 @@ def sample_tokens(
 ) -> mx.array:
     """Returns sampled tokens [R] int32 of logits [R, V]; -1 for a row with NaN logits.
 
-    `options` [R, OPTIONS] int32, see `packed_options`; `positions` [R] int32: the positions of the
-    tokens in their completions. `masks`: see TokenMasks.numbers.
+    `options` [R, OPTIONS] int32, made by `packed_options`. `positions` [R] int32: the positions of
+    the tokens in their completions. `masks`: the tokens that each row may draw, in the format of
+    TokenMasks.numbers; None: any token.
     """
     rows, size = logits.shape
     outputs: list[mx.array] = _kernel(size, logits.dtype, masks is not None)(

@@ -122,8 +122,8 @@ class WorkLists:
     """Makes the work lists of successive steps, all with the same TileShape.
 
     The choice of the parts takes most of the time. While the same sequences decode, the tiles keep
-    their parts for some steps. Steps with chunks keep the Share of the previous step, or get the
-    Share that was chosen for an equal step.
+    their parts for some steps. Steps with chunks use the Share (the relative length of parts) of
+    the previous step, or the Share of an earlier step with the same tiles.
     """
 
     def __init__(self, shape: TileShape) -> None:
@@ -187,7 +187,8 @@ class WorkLists:
     def _parts(self, step: Division) -> Numbers:
         """Returns the number of parts of each tile of a step.
 
-        Uses the Share that was chosen for an equal step, or the last Share while it is good enough.
+        Uses the Share of an earlier step with the same tiles. If there was no such step, uses the
+        last Share if it is good enough, else the best Share for this step.
         """
         key = step.key
         if (known := self._shares.get(key)) is not None:
@@ -220,7 +221,7 @@ class Division(Struct, frozen=True):
 
     Tile n has keys[n] keys; a part has at least least[n] keys and needs units[n] units of partial
     sums. `places` tiles run concurrently. There may be at most `extra` more parts than tiles.
-    `sum_keys`: see TileShape.
+    `sum_keys`: the time to add up the sums of one part, in keys, see TileShape.
     """
 
     keys: Numbers
@@ -252,7 +253,7 @@ class Division(Struct, frozen=True):
         return counts.astype(np.int32)
 
     def fits(self, parts: Numbers) -> bool:
-        """Returns whether the list has items, and the partial sums memory, for these parts."""
+        """Returns whether the work list, and the memory for partial sums, can have these parts."""
         needed = int((parts * self.units)[parts > 1].sum())
         return int(parts.sum()) - parts.size <= self.extra and needed <= PART_UNITS
 

@@ -46,7 +46,7 @@ class GroupedQueryAttention(Struct, frozen=True):
 
     @property
     def cache(self) -> KeyValueSpec:
-        """Keys and values of all key-value heads."""
+        """The layer's cache: the keys and values of all key-value heads."""
         return KeyValueSpec(self.heads.kv, self.heads.dim, self.heads.dim, self.window)
 
     def shapes(self, name: str) -> WeightShapes:
@@ -126,7 +126,7 @@ class GatedAttention(Struct, frozen=True):
 
     @property
     def cache(self) -> KeyValueSpec:
-        """Keys and values of all key-value heads."""
+        """The layer's cache: the keys and values of all key-value heads."""
         return KeyValueSpec(self.heads.kv, self.heads.dim, self.heads.dim)
 
     def shapes(self, name: str) -> WeightShapes:

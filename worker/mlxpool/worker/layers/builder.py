@@ -111,7 +111,10 @@ class WeightLayerBuilder:
         return MultiLinear(self._weight(name), self._batch_invariant)
 
     def latent_token(self, parts: LatentParts) -> LatentToken | None:
-        """Builds a layer of latent attention for passes of one token, see latent_token_of."""
+        """Builds the products of latent attention (MLA) for passes of one token, in fewer kernels.
+
+        Returns None if a weight is quantised, a layer has a bias, or the `eps` of the norms differ.
+        """
         return latent_token_of(parts)
 
     def switch_linear(self, name: str) -> SwitchLinear:

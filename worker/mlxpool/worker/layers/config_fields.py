@@ -105,7 +105,7 @@ def layer_types(
 def layer_windows(
     config: Mapping[str, Any], layers: int, types: tuple[str, ...] | None
 ) -> tuple[int, ...]:
-    """Returns each layer's window in tokens; 0: full attention, also if `types` is None."""
+    """Returns each layer's window in tokens; 0: full attention. All are 0 if `types` is None."""
     if types is None or SLIDING not in types:
         return (0,) * layers
     window = integer(config, "sliding_window")

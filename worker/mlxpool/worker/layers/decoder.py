@@ -2,10 +2,10 @@
 
 Some models have a second head, which predicts the token after the next one (MTP). Its inputs are a
 token, and the model's state of the previous token after the last norm. The norms of the token's
-embedding and of the state are concatenated. The layer of the head reads both: a DecoderLayer also
-reads earlier tokens, with its own keys and values; a FeedLayer reads each token alone. The layer's
-output, after the head's own norm, replaces the model's state for the next token, so the head can
-draft several tokens.
+embedding and of the state are concatenated, and projected to the input of the head's only layer.
+This layer is a DecoderLayer, which reads earlier tokens by its own keys and values, or a FeedLayer,
+which reads each token alone. The layer's output, after the head's own norm, replaces the model's
+state for the next token, so the head can draft several tokens.
 """
 
 from __future__ import annotations
@@ -110,12 +110,16 @@ class PredictionHead(Struct, frozen=True):
             yield names.drafted, (self.drafted,)
 
     def build(self, builder: LayerBuilder, embed: Embedding, output: OutputLayer) -> HeadModel:
-        """Builds the head over the builder's weights; the model has `embed` and `output`."""
+        """Builds the head over the builder's weights.
+
+        `embed` and `output`: the model's embedding and output head. The MTP head uses them if it
+        has no weights of its own.
+        """
         return HeadModel(self, builder, embed, output)
 
 
 class HeadModel:
-    """Implements model_plan.Prediction, the built head."""
+    """A built MTP head; implements model_plan.Prediction."""
 
     def __init__(
         self, spec: PredictionHead, builder: LayerBuilder, embed: Embedding, output: OutputLayer

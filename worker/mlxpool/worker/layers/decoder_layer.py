@@ -161,7 +161,7 @@ class PreNormLayer(Struct, frozen=True):
 
 
 class PreNorm:
-    """The layer that a PreNormLayer builds."""
+    """A PreNormLayer with its weights: y = x + mixer(norm(x)), then y + feed_forward(norm(y))."""
 
     def __init__(self, spec: PreNormLayer, builder: LayerBuilder, name: str, layer: int) -> None:
         self.layer = layer

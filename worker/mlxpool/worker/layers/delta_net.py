@@ -94,7 +94,7 @@ class GatedDeltaNet(Struct, frozen=True):
 
     @property
     def cache(self) -> RecurrentSpec:
-        """The last inputs of the convolution, and the state matrix of each head."""
+        """The layer's state: the last inputs of the convolution, and the matrix of each head."""
         state = (self.value_heads, self.key_dim, self.value_dim)
         return RecurrentSpec(((self.width - 1, self.channels), state))
 
@@ -163,7 +163,7 @@ class GatedDeltaNet(Struct, frozen=True):
 
 
 class GatedDeltaNetLayer(FusableSublayer):
-    """The layer that a GatedDeltaNet builds; on a GPU, our kernel may compute it."""
+    """A GatedDeltaNet with its weights; on a GPU, our kernel may compute it."""
 
     def __init__(
         self,
@@ -185,14 +185,17 @@ class GatedDeltaNetLayer(FusableSublayer):
         self.out = builder.linear(f"{name}.out_proj")
 
     def pending(self, x: LinearInput, *batches: ForwardBatch) -> PendingProduct:
-        """Returns the layer's output with the last product pending; see FusableSublayer."""
+        """Returns the layer's output; its last product, the projection `out`, is not computed yet.
+
+        One kernel can compute this product together with the residual addition after it.
+        """
         (batch,), mixed = batches, self.inputs(x)
         if self._serves(mixed.dtype):
             return PendingProduct(self.out, batch.recur_spans(self.layer, mixed, self._scan))
         return PendingProduct(self.out, self._by_operations(mixed, batch))
 
     def _by_operations(self, mixed: mx.array, batch: ForwardBatch) -> mx.array:
-        """Computes by MLX's operations what our kernel computes for the lines `mixed`."""
+        """Computes the gated delta net of token vectors `mixed` [T, n] by MLX's operations only."""
         spec = self.spec
         gates = spec.channels + spec.values
         z = batch.lines_after(self.layer, mixed[:, spec.channels : gates])
@@ -203,7 +206,7 @@ class GatedDeltaNetLayer(FusableSublayer):
         return gated.reshape(z.shape[0], -1).astype(mixed.dtype)
 
     def _serves(self, dtype: mx.Dtype) -> bool:
-        """Returns True if our kernel computes lines of this dtype."""
+        """Returns True if our kernel supports token vectors of this dtype."""
         return self._kernel_serves(self.shape, dtype)
 
     def _scan(self, lines: mx.array, states: SpanStates) -> tuple[mx.array, mx.array]:

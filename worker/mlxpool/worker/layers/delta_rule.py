@@ -121,7 +121,7 @@ def _by_head(x: mx.array) -> mx.array:
 def _one_token(
     q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, rate: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Computes `_chunks` for one token."""
+    """Computes the delta rule for one token (n = 1), with the arguments of `_chunks`."""
     state = state * mx.exp(log_decay)
     delta = rate * (v - k @ state)
     state = state + k.swapaxes(-1, -2) * delta
@@ -213,9 +213,10 @@ def kernel_serves(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
 def _kernel_is_right(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
     """Returns True if our kernel gives the results of this file's operations, token by token.
 
-    The first pass has three spans: one token that follows a state, two tokens without a state whose
-    states are both kept (as for drafts), and a chunk that follows another state. The second pass
-    lacks the chunk; then a thread block computes a whole head.
+    The first pass has three spans. The first span is one token that follows a state. The second
+    span is two tokens without an earlier state; the states after both are stored, as for drafts.
+    The third span is a chunk that follows another state. The second pass has only the first two
+    spans, so that a thread block computes a whole head.
     """
 
     def numbers(*size: int, key: int) -> mx.array:

@@ -113,7 +113,10 @@ def plus_one(weight: mx.array) -> mx.array:
 
 
 def without_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """Returns the name with the first matching prefix replaced; `prefixes`: stored -> ours."""
+    """Returns the name with the first matching prefix replaced.
+
+    `prefixes` maps stored prefixes to this project's prefixes.
+    """
     for stored, ours in prefixes.items():
         if name.startswith(stored):
             return ours + name.removeprefix(stored)

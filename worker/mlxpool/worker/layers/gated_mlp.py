@@ -42,7 +42,7 @@ class GatedMLP(Struct, frozen=True):
 
 
 class GatedMLPLayer(FusableSublayer):
-    """The feed-forward that a GatedMLP builds."""
+    """A GatedMLP with its weights: down(activation(gate(x), up(x)))."""
 
     def __init__(self, spec: GatedMLP, builder: LayerBuilder, name: str) -> None:
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
@@ -50,5 +50,8 @@ class GatedMLPLayer(FusableSublayer):
         self.down = builder.linear(f"{name}.down_proj")
 
     def pending(self, x: LinearInput, *batch: ForwardBatch) -> PendingProduct:
-        """Returns the pending product of `down` and the gated inputs; see FusableSublayer."""
+        """Returns the output; its last product, `down` of the gated inputs, is not computed yet.
+
+        One kernel can compute this product together with the residual addition after it.
+        """
         return PendingProduct(self.down, self.gated(x))

@@ -114,8 +114,8 @@ class LatentLayer(Protocol):
 class LatentToken(Protocol):
     """The products before and after the attention, in latent attention of a single token.
 
-    `queries` computes what precedes the attention. A call applies the output projection to the
-    heads' outputs x [1, H * R], which the attention gave, and returns [1, d].
+    `queries` computes the products before the attention. A call applies the output projection to
+    the attention's output x [1, H * R], and returns [1, d].
     """
 
     def queries(
@@ -264,7 +264,7 @@ LinearInput: TypeAlias = "mx.array | PendingNorm"  # [T, d]
 
 
 class Linear(Protocol):
-    """x [T, in] -> [T, out]."""
+    """A linear layer x [T, in] -> [T, out]."""
 
     def __call__(self, x: LinearInput) -> mx.array: ...
 
@@ -340,10 +340,10 @@ class SwitchGLU(SwitchLayer, Protocol):
         added: mx.array | None = None,
         shared: LayerFunction | None = None,
     ) -> PendingProduct | None:
-        """x [T, in] -> [T, out]: the weighted sum of the experts that the logits router(x) choose.
+        """Returns the pending weighted sum [T, out] of experts' outputs for x [T, in].
 
-        `added` [E]: see RoutingParams. The sum includes the output of the expert `shared` for x.
-        Returns None if no kernel computes the sum.
+        The logits router(x) choose the experts. `added` [E]: see RoutingParams. The sum includes
+        the output of the expert `shared` for x. Returns None if no kernel computes the sum.
         """
 
 

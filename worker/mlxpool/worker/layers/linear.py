@@ -199,7 +199,10 @@ class RMSNorm(Struct, frozen=True):
 
 
 class Embedding(Struct, frozen=True):
-    """tokens [T] -> [T, d], and x [T, d] -> logits [T, vocabulary], with weight [vocabulary, d]."""
+    """The token embeddings with weight [vocabulary, d]: tokens [T] -> [T, d].
+
+    `as_linear` is the output head over the same weight: x [T, d] -> logits [T, vocabulary].
+    """
 
     weight: mx.array
     batch_invariant: bool = False
@@ -254,15 +257,16 @@ class MultiLinear(Struct, frozen=True):
         return self(x.swapaxes(0, 1)).swapaxes(0, 1)
 
     def of_rotated_lines(self, x: mx.array, turns: RopeTables) -> mx.array | None:
-        """Multiplies the first numbers of x [T, H, in + R] and rotates the last R numbers.
+        """Multiplies the first `in` numbers of x [T, H, in + R] with the weight of each head.
 
-        Returns None if no kernel does both; see layer_types.MultiLinear.
+        Rotates the last R numbers by `turns`. Returns [T, H, out + R], or None if no kernel does
+        both.
         """
         weight = self.kernel_weight(x)
         return None if weight is None else head_product.product(x, weight, turns)
 
     def kernel_weight(self, x: mx.array) -> mx.array | None:
-        """Returns the weight if a kernel supports it and lines like x; else None."""
+        """Returns the weight if a kernel supports it for inputs with the dtype of x; else None."""
         weight = self.weight
         if isinstance(weight, QuantisedWeight) or self.batch_invariant or weight.dtype != x.dtype:
             return None

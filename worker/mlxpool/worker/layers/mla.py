@@ -1,9 +1,10 @@
 """Multi-head latent attention (MLA): the cache keeps one latent vector for each token. No MLX.
 
 A latent has `rank` numbers, the compressed keys and values of all heads, and then one rotated key.
-Attention has two forms, see LatentProjections. The absorbed form is cheaper for few queries. The
-decompressed form is cheaper for many queries: its products are shorter, but every latent has to be
-decompressed.
+Attention has two forms with equal results. In the absorbed form the queries are projected, so that
+the latents themselves are keys and values. This is cheaper for few queries. In the decompressed
+form each head's keys and values are computed from the latents. This is cheaper for many queries,
+because the products of attention are shorter.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ MAX_DECOMPRESSED = 2**26  # the most decompressed numbers of keys and values in 
 
 
 class LatentDims(Struct, frozen=True):
-    """The sizes of one layer's heads."""
+    """The sizes of one layer's heads: the number of heads, and numbers per token.
+
+    A query has `plain` numbers, then `rotated` numbers. A latent has `rank` numbers, then `rotated`
+    numbers. A head's value has `value` numbers.
+    """
 
     heads: int
     rank: int
@@ -86,7 +91,7 @@ class LatentAttention(Struct, frozen=True):
 
     @property
     def cache(self) -> LatentSpec:
-        """One latent of each token."""
+        """The layer's cache: one latent vector for each token."""
         return LatentSpec(self.sizes.latent, self.sizes.rank)
 
     def shapes(self, name: str) -> WeightShapes:
@@ -149,7 +154,10 @@ class _Attention(FusableSublayer):
             self.token = builder.latent_token(parts)
 
     def pending(self, x: LinearInput, *batches: ForwardBatch) -> PendingProduct:
-        """Returns the layer's output with the last product pending; see FusableSublayer."""
+        """Returns the layer's output; its last product, the output projection, is pending.
+
+        One kernel can compute this product together with the residual addition after it.
+        """
         (batch,) = batches
         if self.token is not None and isinstance(x, PendingNorm):
             read = batch.attend_latent_token(self.layer, x, self.token, self)
@@ -193,7 +201,11 @@ class _Attention(FusableSublayer):
         return mx.concatenate([plain, batch.rope(end, self.rope)], axis=-1)
 
     def split(self, lines: mx.array, batch: ForwardBatch) -> tuple[mx.array, mx.array]:
-        """Splits lines into queries and latents, normed and rotated; see LatentLayer."""
+        """Splits the lines [T, C + dim] of the first product into queries and latents.
+
+        Returns queries [T, H, D] and latents [T, dim], normed and rotated. C: the size of a
+        compressed query.
+        """
         rank = self.spec.query_rank
         q = self.queries(self.query_norm(lines[:, :rank]))
         return self._rotated(q, lines[:, rank:], batch)
@@ -225,7 +237,7 @@ class LatentAttentionProjections(Struct, frozen=True):
         return self.sizes.rank
 
     def decompresses(self, count: int, length: int) -> bool:
-        """Returns True if decompressing is cheaper; see LatentDims.decompresses."""
+        """Returns True if decompressing is cheaper for the last `count` of `length` tokens."""
         return self.sizes.decompresses(count, length)
 
     def absorb(self, q: mx.array) -> mx.array:
@@ -236,7 +248,10 @@ class LatentAttentionProjections(Struct, frozen=True):
         return mx.concatenate([self.keys.of_lines(plain), rotated], axis=-1)
 
     def absorb_and_rotate(self, q: mx.array, turns: RopeTables) -> mx.array | None:
-        """Absorbs queries and rotates their last numbers; see LatentProjections."""
+        """Rotates the last numbers of queries by `turns`, and absorbs the queries.
+
+        Returns None if no kernel does both.
+        """
         return self.keys.of_rotated_lines(q, turns)
 
     def to_values(self, read: mx.array) -> mx.array:

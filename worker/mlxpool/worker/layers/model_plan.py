@@ -116,7 +116,8 @@ class PredictionPlan(Struct, frozen=True):
     """The head of a model that predicts further tokens (MTP), see layers/decoder.py.
 
     A checkpoint may have the head or lack it. `tensors` describes the head's tensor names, for
-    operators. `whole` returns the plan of the model with the head, for the names in a checkpoint.
+    operators. `whole` gets the tensor names of a checkpoint, and returns the plan of the model with
+    the head.
     """
 
     is_part: Callable[[str], bool]  # True if a stored tensor belongs to the head
@@ -129,12 +130,11 @@ class VisionPlan(Struct, frozen=True):
 
     `whole` is the plan of the model with the encoder. `settings` reads preprocessor_config.json and
     raises ModelLoadFailed for values that the encoder does not support. `tokens`: the ids of the
-    placeholder tokens of images. `places` gets the texts of these tokens by id, and returns the
-    texts for an image. `grid_positions`: inputs have three positions, see media/spans.py.
-    `crossed`: inputs attend to images in layers of cross-attention, see MediaSpan; otherwise
-    features replace the inputs of an image.
-    `encoder_tokens` returns the numbers of encoder tokens and of padding tokens for an image with a
-    grid, see PackedBatch.
+    placeholder tokens of images. `places` gets a map from these ids to the texts of the tokens, and
+    returns the texts that a prompt has for an image. `grid_positions`: inputs have three positions,
+    see media/spans.py. `crossed`: inputs attend to images in layers of cross-attention, see
+    MediaSpan; otherwise features replace the inputs of an image. `encoder_tokens` returns the
+    numbers of encoder tokens and of padding tokens for an image with a grid, see PackedBatch.
     """
 
     whole: ModelPlan

@@ -45,7 +45,10 @@ MODES = {
 
 
 class QuantLayout(Struct, frozen=True):
-    """A layout of quantised weights: the bits of a number, and the numbers that share one scale."""
+    """A layout of quantised weights.
+
+    `bits`: the bits of a number. `group_size`: how many numbers share one scale.
+    """
 
     mode: str
     bits: int
@@ -84,9 +87,9 @@ def byte_columns_bytes(layout: QuantLayout, shape: tuple[int, ...]) -> int:
 class QuantConfig(Struct, frozen=True):
     """The layouts of a model's quantised modules.
 
-    `named` has the layouts of single modules (None: not quantised); other modules have the
-    `default`. With `infer` and no `default`, the shapes of a module's tensors decide its layout if
-    it is not named.
+    `named` has the layouts of single modules (None: not quantised); all other modules have the
+    layout `default`. If there is no `default` and `infer` is true, the shapes of the tensors of
+    each other module decide the module's layout.
     """
 
     default: QuantLayout | None = None

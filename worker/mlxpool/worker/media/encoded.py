@@ -37,7 +37,7 @@ class EncodedImages(Generic[F]):
         return image in self._kept
 
     def get(self, image: ImageKey) -> F:
-        """Returns the features of an image. Raises KeyError if they are not kept."""
+        """Returns the features of an image. Raises KeyError if the cache does not have them."""
         self._kept.move_to_end(image)
         return self._kept[image]
 
@@ -50,7 +50,7 @@ class EncodedImages(Generic[F]):
         return not held or sum(held) < self.budget
 
     def put(self, image: ImageKey, features: F, pinned: Collection[ImageKey] = ()) -> None:
-        """Keeps the features of an image; evicts other images that are not pinned."""
+        """Stores the features of an image; evicts other images that are not pinned."""
         self.discard(image)
         room = self.budget - features.nbytes
         for other in [key for key in self._kept if key not in pinned]:
@@ -62,7 +62,7 @@ class EncodedImages(Generic[F]):
         self.encoded += 1
 
     def discard(self, image: ImageKey) -> None:
-        """Frees the features of an image, if they are kept."""
+        """Frees the features of an image, if the cache has them."""
         features = self._kept.pop(image, None)
         if features is not None:
             self.nbytes -= features.nbytes

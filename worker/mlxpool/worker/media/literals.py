@@ -1,4 +1,4 @@
-"""Makes image markers and special tokens that a user has written count as plain text. Pure.
+"""Makes the tokenizer read image markers and special tokens of a user as plain text. Pure.
 
 A chat template writes a marker for each image. A marker in a user's text would therefore be read as
 a further image. Before the template runs, `seamed` puts a seam (an unused character) into such a
@@ -32,10 +32,10 @@ def seamed(
 ) -> tuple[Sequence[Mapping[str, Any]], str]:
     """Inserts a seam into each literal in the texts of messages; returns messages and seam.
 
-    A literal is a text that must count as plain text, such as an image marker. A seam is one unused
-    character. `literals` are searched in all messages, `foreign` only in messages that the model
-    did not write. If no text has a literal, or if every character of SEAMS occurs in the texts,
-    returns the same messages and "".
+    A literal is a text that must be read as plain text, such as an image marker. A seam is one
+    unused character. `literals` are searched in all messages, `foreign` only in messages that the
+    model did not write. If no text has a literal, or if every character of SEAMS occurs in the
+    texts, returns the same messages and "".
     """
     own, all_literals = _pattern(literals), _pattern([*literals, *foreign])
     if all_literals is None:

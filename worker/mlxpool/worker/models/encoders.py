@@ -26,8 +26,8 @@ SUPPORTED = (*ENCODERS, *DECODERS)
 def encoder_plan(config: Mapping[str, Any], **options: Any) -> EncoderPlan:
     """Returns the plan of the encoder model that config.json describes; imports no MLX.
 
-    `options`: see text_decoders. Raises ModelLoadFailed for an unknown model_type, a missing key or
-    an unusable value.
+    `options`: further arguments for the file of a decoder, such as the `answers` of text_decoders.
+    Raises ModelLoadFailed for an unknown model_type, a missing key or an unusable value.
     """
     model_type = config.get("model_type")
     files = {**ENCODERS, **DECODERS}

@@ -60,10 +60,10 @@ class PrefixCache(Generic[R]):
     `begin` has found; `evictions`; `evicted_tokens`, the tokens that are no longer in any entry.
     `reason` explains the result of the newest `begin`.
 
-    `shares`: a sequence can use cached tokens of a KV row that is still in use. `whole`: cached
-    tokens can be used only up to a snapshot. So the tokens cached from a row can be used together,
-    or not at all. `exclusive`: an entry is used by at most one row. `by_owner`: a sequence finds
-    only entries of sequences with the same owner.
+    `shares`: a sequence can use cached tokens of a KV row that is still in use. `whole`: layers
+    have snapshots, so a sequence can use cached tokens only up to a position with a snapshot.
+    `exclusive`: an entry is used by at most one row. `by_owner`: a sequence finds only entries of
+    sequences with the same owner.
     """
 
     shares = False
@@ -86,7 +86,7 @@ class PrefixCache(Generic[R]):
 
     @property
     def budget(self) -> int:
-        """The most bytes of all entries; a lower value evicts immediately."""
+        """The most bytes of all entries; setting a lower value evicts entries immediately."""
         return self._budget
 
     @budget.setter
@@ -134,10 +134,11 @@ class PrefixCache(Generic[R]):
         """
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """Ends the use of a KV row, and caches its tokens for later prompts. Allowed in any phase.
+        """Ends the use of a KV row, and caches its tokens for later prompts.
 
-        `tokens`: prompt and completion; the row may have only some of the first tokens. A row's
-        tokens beyond `tokens`, such as a token in flight, are dropped.
+        `tokens`: prompt and completion; the row may have only some of the first tokens, for example
+        if its prefill has not ended. A row's tokens beyond `tokens`, such as a token in flight, are
+        dropped.
         """
         self._release(row)
 

@@ -20,8 +20,8 @@ def make_prefix_cache(
 ) -> PrefixCache[R]:
     """Makes the cache for a mode of MODES, with a budget in bytes.
 
-    `by_owner`: sequences of different owners share nothing. Raises ValueError for an unknown mode
-    or a negative budget.
+    `by_owner`: a sequence finds only entries of its own owner. Raises ValueError for an unknown
+    mode or a negative budget.
     """
     if mode not in MODES:
         raise ValueError(f"prefix cache mode is {mode!r}, must be one of {', '.join(MODES)}")

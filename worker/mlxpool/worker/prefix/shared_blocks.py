@@ -106,14 +106,14 @@ class BlockStore:
         return self._bytes * len(self._kept)
 
     def own_bytes(self, rows: Iterable[BlockRow]) -> int:
-        """Returns the bytes of blocks to which only `rows` refer, not the tree."""
+        """Returns the bytes of the different blocks of `rows` to which the tree does not refer."""
         blocks = {block for row in rows for block in row.table}
         return self._bytes * len(blocks - self._kept.keys())
 
     def blocks_of(self, row: BlockRow) -> int:
         """Returns the number of a row's blocks.
 
-        A shared block does not count if the row's next write copies it.
+        Does not count a shared block that the row's next write will copy.
         """
         at = row.offset // self._size
         writes = row.offset % self._size > 0 and at < len(row.table)
@@ -143,9 +143,10 @@ class BlockStore:
             table.append(self._pool.allocate())
 
     def short(self, rows: Sequence[BlockRow], ends: Sequence[int]) -> list[int]:
-        """Returns the indices of KV rows that need `reserve` to reach these `ends`.
+        """Returns the indices of the rows that need `reserve` before a step writes to them.
 
-        A step calls it for all rows together, because most rows need no block.
+        `ends`: each row's number of tokens after the step. One call checks all rows of a step,
+        because most rows need no block.
         """
         size, references = self._size, self._pool.references
         return [
@@ -178,10 +179,11 @@ class BlockStore:
         tokens: int,
         capacity: int,
     ) -> None:
-        """Fills an empty KV row with the blocks of cached runs; see Store.
+        """Fills an empty KV row with the blocks of cached runs, which have its first tokens.
 
-        If two runs meet inside a block, uses the block of the later run, which has the tokens of
-        both runs.
+        `kept`: consecutive runs, each with the number of its first tokens that are used. If two
+        runs meet inside a block, uses the block of the later run, which has the tokens of both
+        runs. `tokens`: the number of tokens of all runs.
         """
         self.changes += 1
         by_number = {}
@@ -195,10 +197,7 @@ class BlockStore:
             self._pool.add_reference(block)
 
     def fit(self, row: BlockRow, start: int, end: int, free: int) -> int:
-        """Returns the position in [start, end] up to which `free` bytes suffice for `keep`.
-
-        See Store.
-        """
+        """Returns the position in [start, end] up to which `free` bytes suffice for `keep`."""
         return min(end, max(start, (start // self._size + free // self._bytes) * self._size))
 
     def keep(self, row: BlockRow, start: int, end: int) -> BlockRun:
@@ -249,17 +248,17 @@ class BlockStore:
             self._let_go(block)
 
     def state_bytes(self, row: BlockRow) -> int:
-        """Returns 0: blocks have no snapshots."""
+        """Returns 0: the blocks have the tokens of every layer, so no layer needs a snapshot."""
         return 0
 
     def keep_state(self, row: BlockRow) -> None:
-        """Does nothing: blocks have no snapshots."""
+        """Does nothing: the blocks have the tokens of every layer; no layer needs a snapshot."""
 
     def free_state(self, state: None) -> None:
-        """Does nothing: blocks have no snapshots."""
+        """Does nothing: there are no snapshots."""
 
     def lowest(self, state: None) -> int:
-        """Returns 0: blocks have no snapshots."""
+        """Returns 0: a KV row in blocks can be shortened to any number of tokens."""
         return 0
 
     def _between(self, row: BlockRow, start: int, end: int) -> tuple[int, ...]:

@@ -78,10 +78,11 @@ class Store(PieceStore[E, S], Protocol[R, E, S]):
     def fill(
         self, row: R, kept: Sequence[tuple[E, int]], state: S | None, tokens: int, capacity: int
     ) -> None:
-        """Fills an empty KV row with `tokens` tokens and with the snapshot `state`.
+        """Fills an empty KV row with the first `tokens` tokens of a sequence, from cached pieces.
 
-        `kept`: cached pieces, each with the number of its first tokens that are used. `capacity`:
-        the number of tokens that the row will soon have.
+        `kept`: the consecutive pieces, each with the number of its first tokens that are used.
+        `state`: the snapshot after these tokens; None: the row needs none. `capacity`: the number
+        of tokens that the row will soon have.
         """
 
     def fit(self, row: R, start: int, end: int, free: int) -> int:

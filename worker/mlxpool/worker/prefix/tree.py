@@ -2,8 +2,9 @@
 
 An edge owns the cached pieces of its tokens; only the store (prefix/store.py) knows their content.
 Layers whose memory cannot be divided by tokens have a snapshot at the end of an edge. Siblings
-never begin with the same token. An edge with readers is neither dropped nor merged with its only
-child. Each scope has its own root, so sequences of different scopes share nothing.
+never begin with the same token. A node with readers (rows that were filled from it or cached at it)
+is neither dropped nor merged into its only child. Each scope has its own root, so sequences of
+different scopes have no common nodes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Node(Struct, Generic[E, S], eq=False):
 
 
 class Match(Struct, Generic[E, S], frozen=True):
-    """The nodes on the path of a token sequence, and the number of its tokens that match."""
+    """The nodes on the path of a token sequence, and the number of matching tokens."""
 
     nodes: tuple[Node[E, S], ...]
     tokens: int
@@ -104,8 +105,8 @@ class Tree(Generic[E, S]):
     def walk(self, node: Node[E, S] | None = None) -> Iterator[Node[E, S]]:
         """Yields `node` and all nodes below it; None: all nodes below the roots.
 
-        The tree may change meanwhile. Nodes that stay in the tree are yielded. Nodes that have left
-        the tree may be yielded, with the parent None.
+        The tree may change during the iteration. Nodes that stay in the tree are yielded.
+        Nodes that have left the tree may be yielded, with the parent None.
         """
         roots = self._roots.values() if node is None else ()
         stack = [child for root in roots for child in root.children.values()]
@@ -126,7 +127,7 @@ class Tree(Generic[E, S]):
         return leaf
 
     def split(self, node: Node[E, S], at: int) -> Node[E, S]:
-        """Splits an edge at `at`; returns the new upper node.
+        """Splits an edge at position `at`, counted from the root; returns the new upper node.
 
         `node` becomes the lower part and keeps its snapshot, restore point and readers.
         """
@@ -175,8 +176,8 @@ class Tree(Generic[E, S]):
     def eviction_candidate(self) -> Node[E, S] | None:
         """Returns the least recently used leaf without readers (LRU), or None.
 
-        A node with a snapshot and one child counts as a leaf, because its snapshot can be freed
-        alone.
+        An inner node with a snapshot and one child is also a candidate, because its snapshot can be
+        freed alone.
         """
         candidates = (
             node

@@ -26,7 +26,7 @@ RESTORE_POINT_INTERVAL = 8192
 
 
 class _ActiveRow(Struct, Generic[R, E, S]):
-    """A KV row in use, with its position in the tree and its restore points to come.
+    """A KV row in use, with its position in the tree and its remaining restore points.
 
     While this object refers to the row, no other row has the same id().
     """
@@ -153,7 +153,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
 
     @property
     def uses(self) -> int:
-        """A counter of uses. While it does not change, the tree does not change either."""
+        """The number of `begin`, `graft` and insertions so far; constant while nothing is added."""
         return self._now
 
     def probe(
@@ -175,15 +175,16 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         *,
         claim: Callable[[int], bool],
     ) -> tuple[Node[E, S], int] | None:
-        """Adds the `tokens` that the tree lacks, with contents from another memory, such as a disk.
+        """Adds the part of `tokens` that the tree lacks, with contents from a disk, for example.
 
-        `piece(start, end)` makes the content of these tokens; `bytes_of(start, end)` returns its
-        size. `state`: the size of the snapshot at the end of the tokens, and a function that makes
-        the snapshot. `claim(bytes)` returns whether so many bytes are free. The tree itself cannot
-        know this, because KV rows may own memory that they have not written yet.
+        `piece(start, end)` makes the content of the tokens [start, end); `bytes_of(start, end)`
+        returns the size of the content in bytes. `state`: the size of the snapshot at the end of
+        the tokens, and a function that makes the snapshot. `claim(needed)` returns whether `needed`
+        bytes of memory are free. The tree itself cannot know this, because KV rows may own memory
+        that they have not written yet.
 
-        Returns the node at the end of the tokens, and the number of added tokens. The node has one
-        more reader until `leave`. Returns None if there is no room for the tokens, or if the tree
+        Returns the node at the end of the tokens, and the number of added tokens. The node is not
+        evicted until `leave`. Returns None if there is no room for the tokens, or if the tree
         lacks some of the first `least` tokens.
         """
         scope = self._scope(owner)
@@ -214,13 +215,13 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             self._leave(last)
 
     def leave(self, node: Node[E, S]) -> None:
-        """Removes the reader that `graft` added to a node."""
+        """Ends the protection from eviction that `graft` gave to a node."""
         self._leave(node)
 
     def _free(self, needed: int) -> bool:
         """Evicts least recently used entries until the budget has room for `needed` bytes.
 
-        Returns whether it has room.
+        Returns whether the budget has room.
         """
         while (
             self._budget - self.nbytes < needed
@@ -290,10 +291,10 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return sorted(at for at in ends if cached < at < length)
 
     def _insert(self, row: R, tokens: tuple[int, ...], scope: str) -> Node[E, S] | None:
-        """Inserts a KV row's `tokens` that the tree lacks; returns the node at their end.
+        """Inserts the part of a KV row's `tokens` that the tree lacks, as far as the budget allows.
 
-        Caches nothing beyond the budget and, if layers need a snapshot, nothing without a snapshot.
-        Returns None if not all tokens could be cached.
+        If layers need a snapshot, inserts all tokens and the snapshot, or nothing. Returns the node
+        at the end of the tokens; None if not all tokens are cached.
         """
         if not tokens:
             return None
@@ -316,7 +317,8 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     def _require_space(self, row: R, start: int, end: int, need_state: bool) -> int:
         """Evicts least recently used entries to make room for a KV row's tokens [start, end).
 
-        Returns the position up to which there is room for the tokens, or -1 if there is none.
+        Returns the position up to which there is room for the tokens. Returns -1 if the budget
+        has no room at all, or none for the needed snapshot.
         """
         store = self._store
         state = store.state_bytes(row) if need_state else 0

@@ -1,9 +1,10 @@
 """The folder of the segments of one model: owner, modes, size bound, deletions.
 
 The path of a segment is DIR/MODEL/DIGEST/NAME.seg; MODEL is the quoted model name. The size bound
-applies to all segments of a model, whatever their digest. A digest covers weights, rules and
-layout. Segments of other digests than the worker's are deleted first, because no worker uses them.
-Workers take the lock DIR/MODEL/lock to append and to delete.
+applies to all segments of a model, whatever their digest. A digest covers the weights, the version
+of the computation, and the layout of cached arrays. Segments of other digests than the worker's are
+deleted first, because no worker uses them. Workers take the lock DIR/MODEL/lock to append and to
+delete.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class FolderIndex:
     def refresh(self, now: float) -> None:
         """Finds new segments and records, and removes deleted segments and records.
 
-        Does nothing sooner than MIN_REFRESH_INTERVAL after the last call. Changes nothing if the
+        Does nothing within MIN_REFRESH_INTERVAL of the last refresh. Changes nothing if the
         folder cannot be read. `now`: monotonic seconds.
         """
         if now - self._refreshed < MIN_REFRESH_INTERVAL and self._segments:

@@ -28,7 +28,8 @@ class Pace:
     """The pauses (rests) of one thread; used only by that thread.
 
     `hurries` returns whether the thread may work without pauses; it is also called during a pause.
-    `on_cores`: whether steps compute on the cores that the thread uses, as without a GPU.
+    `on_cores`: whether the model's steps compute on the processor cores that the thread uses; True
+    without a GPU.
     """
 
     def __init__(self, hurries: Callable[[], bool], *, on_cores: bool = True) -> None:
@@ -49,10 +50,10 @@ class Pace:
     def rest(self, most: float = math.inf) -> float:
         """Pauses in proportion to the work since the last call, for at most `most` seconds.
 
-        Only processor time counts as work, because a thread that waits for the disk disturbs
-        nobody. Pause time that exceeds `most`, or that is too short for a pause, stays due. Returns
-        the seconds of this pause, even if it ended early because the thread may hurry; they are no
-        longer due.
+        Work is measured in processor time, because a thread that waits for the disk does not delay
+        steps. Pause time that exceeds `most`, or that is too short for a pause, is added to the
+        next pause. Returns the planned seconds of this pause. A pause that ends early, because the
+        thread may hurry, is not made up for later.
         """
         now = time.thread_time()
         self._owed += REST * (now - self._counted)

@@ -330,10 +330,10 @@ class RecordReader:
             self._state.wake()
 
     def _read_chosen(self, reading: Reading, wanted: Wanted) -> Wanted | None:
-        """Reads the best records for a sequence.
+        """Reads the records that `choose` returns for a sequence, and puts them into `reading`.
 
-        After an invalid record, returns the inputs to try again if other records may help; else
-        None.
+        Stops at an invalid record. Then, if layers need a snapshot, returns the inputs for another
+        attempt, because an earlier snapshot may be valid. In all other cases returns None.
         """
         for choice in choose(wanted, self.index.records, self.index.discard):
             try:

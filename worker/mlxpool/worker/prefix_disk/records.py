@@ -4,8 +4,8 @@ A record has named arrays with dtype and shape: the contents of layers for up to
 inputs, or the states of layers after these inputs. The record's header has the inputs themselves,
 which a reader compares. It also has a checksum of its own, so that a scan of a segment need not
 read the arrays. Checksums also cover the segment's digest, so a record is valid only in segments of
-the same model, rules and layout. Invalid bytes raise BadRecord; the reader counts them as a cache
-miss.
+the same weights, computation and layout. Invalid bytes raise BadRecord; the reader counts them as a
+cache miss.
 
 A key is the hash of the previous block's key and of the inputs of its block. So the key identifies
 all inputs from the first input on, and their scope. The hash is cryptographic: a client cannot make
@@ -135,7 +135,7 @@ def unpacked(data: bytes) -> tuple[int, ...]:
 
 
 def root_key(scope: str) -> bytes:
-    """Returns the key before the first input, for all sequences of a scope."""
+    """Returns the parent key of a sequence's first block, the same for a whole scope."""
     return hashlib.blake2b(b"root:" + scope.encode(), digest_size=KEY_BYTES).digest()
 
 

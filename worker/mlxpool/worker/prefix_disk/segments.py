@@ -125,8 +125,8 @@ class Segment:
     def note_use(self, now: float) -> None:
         """Records a use of the segment; the least recently used segments are deleted first.
 
-        `now`: monotonic seconds. Ignores errors: the segment then counts as not used since its last
-        recorded use.
+        `now`: monotonic seconds. Ignores errors: a use that cannot be recorded does not delay the
+        deletion of the segment.
         """
         if now - self._used < USE_INTERVAL:
             return

@@ -56,9 +56,9 @@ class Heartbeat:
     """Heartbeats: due every BEAT_INTERVAL, and when the compute thread changes its phase."""
 
     def __init__(self, progress: Progress, *, with_sample: bool) -> None:
-        """`with_sample`: adds the progress block to heartbeats.
+        """`with_sample`: adds values of the progress block (shared memory) to heartbeats.
 
-        It is set for a worker whose broker cannot read the block itself.
+        True for a worker whose broker cannot read that memory itself, such as a remote broker.
         """
         self._progress = progress
         self._with_sample = with_sample

@@ -58,7 +58,7 @@ class Silence(Struct):
         return self.since_dialled >= SILENCE_LIMIT
 
     def dialled(self) -> None:
-        """Begins to measure the silence of the broker on a new connection from zero."""
+        """Restarts the measurement of the broker's silence for a new connection."""
         self.since_dialled = 0.0
 
     def heard(self) -> None:
@@ -162,7 +162,7 @@ class Link:
     def alone_too_long(self, limit: float) -> bool:
         """Returns whether a hello was sent, and no frame has arrived for `limit` counted seconds.
 
-        For counted seconds see Silence.
+        Seconds are counted only while the main loop runs, see Silence.
         """
         return self.introduced and self.silence.since_heard >= limit
 
@@ -195,7 +195,7 @@ class Link:
         self.put_deltas(deltas, parts)
 
     def put_deltas(self, deltas: Sequence[Delta], parts: list[bytes]) -> None:
-        """Enqueues the frame of these deltas."""
+        """Enqueues the message parts of the frame that has these deltas."""
         self.put(parts)
 
     def _write_delta(self, delta: Delta) -> None:
@@ -204,7 +204,7 @@ class Link:
         self.history.write("deltas", id=id, attempt=attempt, pos=pos, n=n, end=end)
 
     def put(self, parts: list[bytes]) -> None:
-        """Enqueues a frame."""
+        """Enqueues a frame, given as its message parts."""
         self.unsent.append(parts)
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""Prepares the prompts of runs: makes a job from a `work`, and a sequence from its ids. Pure."""
+"""Prepares the prompts of runs: makes a job from a `work` message, then a sequence. Pure."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _admit(
 ) -> Admit:
     """Returns the message that admits a run, from the ids of its prompt.
 
-    `received` and `deadline` are monotonic seconds, `now` is as in `_job`. Replays the ids of a
+    `received` and `deadline`: monotonic seconds. `now`: seconds since 1970. Replays the ids of a
     resume in the detokenizer and in the `constraint` of the request's format, so that the compute
     thread need not do this. Raises BadRequest or ContextExceeded.
     """
@@ -309,7 +309,11 @@ def _inputs(opened: Opened, prompt: Encoded) -> Inputs:
 
 
 def _restore_at(place: int, keep: int, removed: int) -> int:
-    """Returns the new position of a restore point after a cut; 0 if it was cut out."""
+    """Returns the new position of the restore point `place` after tokens were removed.
+
+    The prompt has lost `removed` tokens after its first `keep`. Returns 0 for a restore point among
+    the removed tokens.
+    """
     if not removed or place <= keep:
         return place
     return max(0, place - removed) if place > keep + removed else 0

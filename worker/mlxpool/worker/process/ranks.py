@@ -39,7 +39,8 @@ _FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.
 class RankProcess(threading.Thread):
     """Starts the process of a rank, waits for its end, and then ends this process.
 
-    One thread starts the rank and waits: the kernel ends the rank with the thread that started it.
+    The same thread starts the rank and waits, because the Linux kernel kills the rank when the
+    thread that started it ends.
     """
 
     def __init__(self, config: WorkerConfig, environment: Mapping[str, str]) -> None:

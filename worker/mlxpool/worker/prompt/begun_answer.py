@@ -1,7 +1,8 @@
 """A chat whose last message is an unfinished answer: the rendered text ends with that message.
 
-The chat is rendered with a mark after the message. The text from the mark on is cut off. So white
-space at the end of the message stays, although templates strip it. Pure.
+The chat is rendered with a mark, which is an unused character, after the message. The text from the
+mark on is cut off. So white space at the end of the message stays, although templates strip it.
+Pure.
 """
 
 from __future__ import annotations

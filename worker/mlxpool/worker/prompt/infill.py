@@ -28,8 +28,9 @@ ENDS = (
 class InfillTokens(Struct, frozen=True):
     """The tokens of a model for a prompt with a gap to fill (fill-in-the-middle).
 
-    `prefix` comes before the text before the gap, `suffix` before the text after the gap, and
-    `middle` at the end ("": no such token). `suffix_first`: the text after the gap comes first.
+    `prefix`: the token that precedes the text before the gap. `suffix`: the token that precedes the
+    text after the gap. `middle`: the token at the end of the prompt; "": no such token.
+    `suffix_first`: the prompt begins with the text after the gap.
     """
 
     prefix: str

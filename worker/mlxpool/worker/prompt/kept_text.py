@@ -29,7 +29,8 @@ KIND = "tokenizer"
 class KeptText(Struct, frozen=True):
     """The tokenizer data that a load keeps for later loads.
 
-    `source`: see TextSource.as_map. `pieces`: the bytes of tokens. `notes`: see ChatTokenizer.
+    `source`: the map of a TextSource. `pieces`: the bytes of each token. `notes`: contradictions
+    between the tokenizer's files.
     """
 
     source: dict[str, Any]
@@ -41,7 +42,7 @@ def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...
     """Returns a model's tokenizer data; reads the tokenizer only if no data is kept.
 
     The data is a table of token bytes, the source for processes that prepare requests, and notes to
-    log. Raises ModelLoadFailed as ChatTokenizer.from_folder does.
+    log. Raises ModelLoadFailed if the tokenizer or a chat template cannot be used.
     """
     key = key_of(folder)
     file = KeptFile(KIND, key)

@@ -108,7 +108,7 @@ def check_bytes(size: int, max_bytes: int | None, context: int) -> None:
 
 
 def check_tokens(count: int, context: int) -> None:
-    """Raises BadRequest for an empty prompt, and ContextExceeded for one that fills the context."""
+    """Raises BadRequest for an empty prompt, and ContextExceeded if a prompt fills the context."""
     if not count:
         raise BadRequest(
             "the prompt is empty: it has no tokens, and the model puts none in front of it"

@@ -82,7 +82,7 @@ class TextModel(Protocol):
 class TokenTable(Struct, frozen=True):
     """The bytes of each token by id; the compute thread needs no other tokenizer data.
 
-    `max_bytes_per_token`: see size_bound.
+    `max_bytes_per_token`: the most bytes of text that one token covers; None: not known.
     """
 
     pieces: Sequence[bytes]
@@ -97,10 +97,11 @@ class TextSource(Struct, frozen=True):
     """The data with which another process prepares requests, see ChatTokenizer.from_source.
 
     `sha256`: digest of the file `tokenizer`. `templates`: sources of chat templates by name.
-    `tokens`: special tokens by the name that templates use. `max_bytes_per_token`: see size_bound.
-    `images`: the settings for images; None: the model takes only text. `added`: see AddedTokens.
-    `closings`: the ids of ThoughtMarks.closings in the templates' format of thoughts; empty: the
-    templates have no thoughts.
+    `tokens`: special tokens by the name that templates use. `max_bytes_per_token`: the most bytes
+    of text that one token covers; None: not known. `images`: the settings for images; None: the
+    model takes only text. `added`: the tokens to add to the tokenizer, see AddedTokens. `closings`:
+    the ids of the texts that end thoughts at a token limit, see ThoughtMarks; empty: the templates
+    have no thoughts.
     """
 
     tokenizer: str

@@ -1,6 +1,6 @@
 """The thoughts of an answer: their natural end, and the tokens that end them at a bound.
 
-Their state depends only on the ids, so a resumed answer is bounded as before. Pure.
+The state of the thoughts depends only on the ids, so a resumed answer is bounded as before. Pure.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mlxpool.common.errors import BadRequest
 class ThoughtMarks(Struct, frozen=True):
     """The texts that begin and end thoughts in one format of chat templates.
 
-    `closings`: the texts that are forced to end thoughts when they reach their bound of tokens. In
-    a request with tools, the first text is used the first time, then the last text. Without tools,
-    the last text is always used. `again`: thoughts may begin anywhere, not only at the beginning of
-    the answer.
+    `ends`: the end markers. `closings`: texts with an end marker, which are forced when thoughts
+    reach their token limit. In a request with tools, the first text is forced the first time, and
+    the last text is forced later. Without tools, the last text is always forced. `again`: thoughts
+    may begin anywhere, not only at the beginning of the answer.
     """
 
     begin: bytes
@@ -67,9 +67,9 @@ def closings_of(thinking: str | None, templates: Iterable[str]) -> tuple[str, ..
 class Thoughts:
     """Follows the tokens of an answer until its thoughts (the model's reasoning) have ended.
 
-    With `most`, the thoughts have at most `most` tokens before the mark that ends them. Tokens of
-    `closings` before this mark count, tokens of the marks do not count. At this bound, `forced` has
-    the tokens that must follow.
+    `most`: the token limit of the thoughts; None: no limit. The tokens of a begin or end marker are
+    not counted; tokens of `closings` in front of the end marker are counted. At the limit, `forced`
+    has the tokens that must follow.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Thoughts:
     def _bound(self, most: int, closing: Sequence[int]) -> int:
         """Returns the number of sampled tokens after which `closing` is forced.
 
-        Then at most `most` tokens precede the mark in `closing`.
+        Then at most `most` tokens precede the end marker in `closing`.
         """
         sizes = [len(self._piece(token)) for token in closing]
         text = b"".join(map(self._piece, closing))

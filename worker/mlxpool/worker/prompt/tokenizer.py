@@ -107,7 +107,10 @@ class ChatTokenizer:
         return ids
 
     def infill(self, text: str, suffix: str) -> list[int]:
-        """Returns the ids of a prompt with a gap, beginning with `prefix`; see TextModel."""
+        """Returns the ids of a prompt with a gap between `text` and `suffix`.
+
+        The ids begin with `prefix`.
+        """
         return [*self.prefix, *infill_ids(text, suffix, self._tokenizer.token_to_id, self._ids)]
 
     def piece(self, token: int) -> bytes:
@@ -274,7 +277,10 @@ def check_vocabulary(
 
 
 def _max_bytes(data: bytes, added: Sequence[TokenFields]) -> int | None:
-    """Returns the most bytes of text that a token covers, see size_bound."""
+    """Returns the most bytes of text that one token covers; None if no bound is known.
+
+    `data`: the content of tokenizer.json. `added`: further added tokens.
+    """
     whole = json.loads(data)
     whole["added_tokens"] = [*(whole.get("added_tokens") or ()), *added]
     return max_bytes_per_token(whole)

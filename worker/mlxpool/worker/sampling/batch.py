@@ -48,9 +48,9 @@ _new_token: Callable[[tuple[Sequence, int, None]], SampledToken] = partial(
 class SampleRequest(Struct, frozen=True):
     """The sampler input of one batch row.
 
-    `position` counts the completion tokens before this token. `history` is prompt and completion so
-    far, or at least the tokens that penalties count; it is unused without penalties. `scored`: see
-    Sequence.
+    `position`: the number of completion tokens before the token to sample. `history`: prompt and
+    completion so far, or at least the tokens that penalties count; unused without penalties.
+    `scored`: tokens whose log-probabilities are requested.
     """
 
     options: Options
@@ -63,9 +63,10 @@ class SampleRequest(Struct, frozen=True):
 def penalty_history(seq: Sequence, awaited: int = 0) -> Many[int]:
     """Returns the newest tokens of a stream, at least those that its penalties count.
 
-    Empty without penalties. Tokens discarded by a context shift are included. If penalties count
-    the whole stream and its context can shift, returns as many tokens as the context holds, less
-    the `awaited` tokens: these come before the token to sample, and are not known yet.
+    Empty without penalties. Tokens that a context shift has discarded are included. `awaited`: the
+    number of tokens before the token to sample that the host does not know yet. If penalties count
+    the whole stream and its context can shift, returns as many tokens as the context holds, minus
+    `awaited`.
     """
     if not has_penalties(seq.options):
         return ()
@@ -95,7 +96,7 @@ class SamplingBatch:
     """The sampling options and seeds of R batch rows; `size` is the size of the vocabulary.
 
     Arrays of options have the shape [R, 1], to broadcast over the vocabulary. `top_p_of_best`: some
-    row has a top-p and some row a top-k; after a top-k, top-p has only few logits to examine.
+    row has a top-p, and some row has a top-k, after which top-p examines only a few logits.
     `top_p_of_all`: some row has a top-p but no top-k. `scored` has for each row the tokens with
     requested log-probabilities. `upload` makes device arrays of the options; the first pass that
     needs an array evaluates it.
@@ -186,7 +187,7 @@ class SamplingBatch:
 
     @cached_property
     def bias_arrays(self) -> tuple[mx.array, mx.array, mx.array]:
-        """The biases that are added to logits, after the row index and the token of each."""
+        """The row [n], the token [n] and the value [n] of each bias that is added to a logit."""
         lines, tokens, biases = zip(*self.biases, strict=True)
         rows, ids = self.upload(np.array([lines, tokens], dtype=np.int32))
         return rows, ids, self.upload(np.array(biases, dtype=np.float32))
@@ -244,9 +245,9 @@ def _top_k(options: Options, size: int) -> int:
 class TokenMasks(Struct, frozen=True):
     """The masks of R batch rows: the tokens that each row may draw.
 
-    The int32 array `numbers` begins with a line for each row, the index of its mask, see
-    constraints/mask_table.py. The masks follow: [K, ceil(vocabulary / 32)] words with a bit for
-    each token. Line -1: the row may draw any token; line -2 - t: the row may draw only token t.
+    The int32 array `numbers` begins with R mask indices, one for each row. The masks follow: K
+    masks of ceil(vocabulary / 32) words, with a bit for each token. A row with the index -1 may
+    draw any token; a row with the index -2 - t may draw only token t.
     """
 
     numbers: mx.array
@@ -326,7 +327,7 @@ def accepted_tokens(
     Sampling without drafts would give the same tokens. `sampled` has a row for each draft, from
     `row` on, with the token that was sampled at the draft's position. One more row has the token
     after the last draft. If no token could be sampled at a position, returns the tokens before it;
-    the next pass then fails at this position. Raises SequenceFailed if it is the first position.
+    the next pass then fails at this position. Raises SequenceFailed if this is the first position.
     """
     drawn = sampled.tokens[row : row + len(drafts) + 1]
     right = next((n for n, draft in enumerate(drafts) if drawn[n] != draft), len(drafts))

@@ -20,11 +20,11 @@ Mask: TypeAlias = npt.NDArray[np.uint32]
 
 
 class RowMasks(Struct, frozen=True):
-    """The line (index of the token mask) of each constrained sequence in a pass.
+    """The token masks of the constrained sequences in a pass.
 
-    A line is a row of `table`, in which the first `used` rows have masks, or a number from
-    mask_table.only. A sequence that draws several tokens has its masks at this line and the
-    following lines.
+    `table`: the masks, in its first `used` rows. `lines`: the index in `table` of each sequence's
+    first mask. A sequence that draws n tokens has n masks, in neighbouring rows. A sequence that
+    may draw only one token has no mask, but a negative index from mask_table.only.
     """
 
     table: MaskTable | None = None

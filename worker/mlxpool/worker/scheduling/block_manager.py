@@ -45,9 +45,9 @@ class BlockMemory(Protocol):
         """
 
     def unpin(self, seq: Sequence) -> bool:
-        """Lets `shrink` evict entries read from the disk for waiting sequences other than `seq`.
+        """Unpins the entries that waiting sequences other than `seq` have got from the disk.
 
-        Returns whether an entry became evictable.
+        After this, `shrink` may evict these entries. Returns whether an entry became evictable.
         """
 
 
@@ -55,8 +55,8 @@ class BlockManager:
     """Counts the blocks of an engine, and decides which sequence gets more blocks.
 
     `capacity`: the blocks that fit into memory, cached prefixes included; the engine sets it after
-    it has measured its memory. A sequence gets a number of blocks and writes into no more blocks.
-    The layout's store chooses the actual blocks.
+    it has measured its memory. A sequence gets only a number of blocks; the store of the KV rows
+    chooses the blocks themselves.
     """
 
     def __init__(self, memory: BlockMemory, capacity: int = 0) -> None:

@@ -30,7 +30,7 @@ def kept_tokens(num_keep: int, prompt: int, context: int, media: Spans = ()) -> 
 
 
 def truncated_tokens(prompt: int, context: int, keep: int, media: Spans = ()) -> int:
-    """Returns the number of tokens to remove after the kept tokens, so that one token stays free.
+    """Returns the tokens to remove after the kept ones, so that the context has room for one more.
 
     Raises ContextExceeded if no token would be left after the kept tokens.
     """

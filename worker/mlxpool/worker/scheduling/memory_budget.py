@@ -38,11 +38,12 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
         return block_capacity(self.limit - used, self.block + self.head_block)
 
     def blocks_for(self, context: int) -> int:
-        """Returns the number of blocks that fit into memory without use of the reserved memory.
+        """Returns the number of KV blocks that the engine may use.
 
-        If these are too few for one sequence of `context` tokens, adds blocks in the reserved
-        memory. While a sequence uses these blocks, other processes cannot get all of the reserved
-        memory.
+        These are all blocks that fit beside the reserved memory. If they are too few for one
+        sequence of `context` tokens, blocks in the reserved memory are added for this sequence, as
+        far as they fit. While a sequence uses these blocks, other processes cannot get all of the
+        reserved memory.
         """
         free = self.free_blocks
         beside = free - -(-self.reserved // self.block)

@@ -1,8 +1,8 @@
 """Chooses the spans of the next step, admissions and preemptions. Pure.
 
-A step is one forward pass over spans: the next input of every decoding sequence, and chunks of
-prompts up to a predicted additional time. Every function takes the sequences in the order of their
-arrival.
+A step is one forward pass over spans: the next input of every decoding sequence, and as many chunks
+of prompts as fit into a bound of predicted additional time. Every function takes the sequences in
+the order of their arrival.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _rows_and_prompts(
 
 
 def _in_turn(prompts: list[Sequence], turns: Mapping[str, int]) -> list[Sequence]:
-    """Returns the prompts, first those of the owner whose last pass is oldest.
+    """Returns the prompts in the order of their owners' last passes, the oldest pass first.
 
     The prompts of an owner stay in their order. So a prompt waits for one pass of each other owner,
     however many prompts that owner has.

@@ -33,7 +33,8 @@ class Sequence(Struct, eq=False):
 
     The stream is the prompt and the completion. The model reads inputs: the stream without the
     `discarded` tokens after the first `shift.keep`. Positions count inputs unless noted otherwise.
-    For an image, `prompt` has the image's slots, see media/spans.py; a stream ends with a token.
+    In `prompt`, an image is a series of slots, which are numbers above all token ids, see
+    media/spans.py. The last input of a stream is always a token.
 
     `reported`: the number of first tokens of the prompt with reported log-probabilities. 0: they
     are not requested. Otherwise it is at least 1, because the first token has no log-probability.

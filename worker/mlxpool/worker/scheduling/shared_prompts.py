@@ -14,8 +14,8 @@ def awaited_prompt(
 ) -> Sequence | None:
     """Returns the running sequence whose prompt `seq` waits for, or None.
 
-    `seq` waits if a sequence in prefill has a prompt with the same beginning, and this beginning
-    has at least half of the tokens that the other sequence has to read itself. Then `seq` gets the
+    `seq` waits for a sequence in prefill whose prompt has the same beginning. The beginning must
+    have at least half of the tokens that this sequence has to read itself. Then `seq` gets the
     tokens from the prefix cache, which costs less than reading them. `whole`: the cache keeps only
     a whole prompt without its last token, so the beginning must have all these tokens. `by_owner`:
     the cache has only prompts of the same owner. The result is valid until the prompt is read or

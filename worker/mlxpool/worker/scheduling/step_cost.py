@@ -1,7 +1,8 @@
 """Predicts the time of a pass from its load, by a fit to measured passes. Pure.
 
-seconds = a + b * lines + c * keys + d * pairs + e * drawn. The coefficients are fitted to the
-newest passes and are never negative. Passes that compiled something are not observed.
+seconds = a + b * lines + c * keys + d * pairs + e * drawn, with the counts of a Load. The
+coefficients a to e are fitted to the newest passes and are never negative. Passes that compiled
+something are not observed.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class StepCost:
     def seconds(self, load: Load) -> float:
         """Predicts the seconds of a pass.
 
-        Fits the coefficients first, if enough passes were observed since the last fit. Nothing
-        predicts pure decode steps, so while only these run, no fits take place.
+        Fits the coefficients first, if enough passes were observed since the last fit. So no fits
+        take place while nothing is predicted, as in a series of pure decode steps.
         """
         observations = len(self._rows) + len(self._mixed)
         enough = FIT_INTERVAL if observations >= FIT_INTERVAL else 1

@@ -31,7 +31,7 @@ class BestDrafter:
         self._failures = [0] * len(drafters)  # failures of each drafter since its newest drafts
 
     def follow(self, seq: Sequence) -> bool:
-        """Makes all drafters read a sequence's new tokens; returns whether one can draft now.
+        """Makes all drafters read a sequence's new tokens; returns whether any can draft now.
 
         A drafter that lags or fails does not affect other drafters.
         """

@@ -37,7 +37,7 @@ class Drafter(Protocol):
     def seconds(self, rows: int, depth: int) -> float:
         """Predicts the seconds of `drafts` for `rows` sequences with at most `depth` drafts each.
 
-        Returns 0 if the time counts as a part of the step that checks the drafts.
+        Returns 0 if the time is part of the time of the step that checks the drafts.
         """
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:

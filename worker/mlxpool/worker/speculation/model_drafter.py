@@ -101,7 +101,7 @@ class DraftEngine(Protocol):
         """Computes a pass of each compiled size once."""
 
     def make_room(self, size: int) -> None:
-        """Drops KV rows of `size` bytes, or all rows; they are computed again when needed."""
+        """Drops KV rows until `size` bytes are free; the rows are computed again when needed."""
 
     def close(self) -> None:
         """Frees all KV rows and arrays."""
@@ -110,8 +110,8 @@ class DraftEngine(Protocol):
 class _Stream(Struct):
     """A stream with drafts, and the sequence of its KV row in the draft model.
 
-    `proposed`: the newest drafts, which come after the first `known` inputs of the row. Each has
-    its token and its class, see BOUNDS.
+    `proposed`: the newest drafts as pairs (token, class), which come after the first `known` inputs
+    of the row. A draft's class is a range of the distance between the two largest logits (BOUNDS).
     """
 
     row: Sequence
@@ -138,9 +138,9 @@ class ModelDrafter(Struct):
     _ratios: dict[int, float] = field(default_factory=dict)  # measured / predicted seconds
 
     def follow(self, seq: Sequence) -> bool:
-        """Learns from a sequence's new tokens, without a pass; always returns True.
+        """Compares a sequence's new tokens with its drafts, and learns from the result.
 
-        See Drafter.
+        Computes no pass. Always returns True: the drafter can draft now.
         """
         stream = self.streams.get(seq)
         if stream is None:
@@ -194,7 +194,7 @@ class ModelDrafter(Struct):
         return count
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """Returns the same estimated chance for each draft; see Drafter."""
+        """Returns the stream's fraction of right drafts, for each of at most `most` next drafts."""
         stream = self.streams.get(seq)
         if stream is None:
             return ()
@@ -204,12 +204,15 @@ class ModelDrafter(Struct):
         )
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
-        """Returns the chance of each newest draft, by the draft's class; see Drafter."""
+        """Returns the chance of each newest draft: the fraction of right drafts of its class.
+
+        The class is the range of BOUNDS in which the distance between the two largest logits is.
+        """
         stream = self.streams[seq]
         return tuple(stream.chances[kind] for _, kind in stream.proposed)
 
     def seconds(self, rows: int, depth: int) -> float:
-        """Predicts the seconds of `depth` passes of the draft model; see Drafter."""
+        """Predicts the seconds of `depth` passes of the draft model over `rows` sequences."""
         ratio = self._ratios.get(rows.bit_length(), 1.0)
         return depth * self.engine.seconds(rows, rows) * ratio
 
@@ -254,9 +257,10 @@ class ModelDrafter(Struct):
         return drafts
 
     def _classified(self, drawn: Many[SampledToken]) -> tuple[tuple[int, int], ...]:
-        """Returns drafts with their classes, see BOUNDS.
+        """Returns drafts as pairs (token, class).
 
-        Omits drafts from the first token on that the main model's vocabulary lacks.
+        The class is the range of BOUNDS in which the distance between the two largest logits is. If
+        the main model's vocabulary lacks a draft, omits this draft and all later drafts.
         """
         classified = []
         for draft in drawn:
@@ -268,7 +272,10 @@ class ModelDrafter(Struct):
         return tuple(classified)
 
     def _ready_row(self, seq: Sequence, depth: int, others: Mapping[Sequence, int]) -> Sequence:
-        """Returns the KV row of a sequence, with room for `depth` drafts."""
+        """Returns the KV row of a sequence, with room for `depth` drafts.
+
+        To make a new row, may free a row of a sequence that is not in `others`.
+        """
         stream = self.streams[seq]
         row = stream.row
         if row.length + depth > self.engine.context:

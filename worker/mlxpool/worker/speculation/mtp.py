@@ -142,7 +142,7 @@ class MtpDrafter(Struct):
         return tuple(stream.chances()[:most])
 
     def seconds(self, rows: int, depth: int) -> float:
-        """Returns 0: the passes of the head count as part of the step."""
+        """Returns 0: the time of the head's passes is part of the step's time."""
         return 0.0
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:

@@ -52,11 +52,12 @@ class RowSearch:
         self._save(TIME_SHARE * step + GAIN_SHARE * max(0.0, gained))
 
     def pass_by(self) -> bool:
-        """Called after a step without a search, which counts as long as the newest measured step.
+        """Counts an ended step without a search; returns False if the caller has to measure it.
 
-        Adds a fraction of its seconds to the budget and returns True. But if the budget then
-        suffices for a search, or no step was measured, adds nothing and returns False: the caller
-        measures the step, and `earn` adds its time.
+        The step is assumed to take as long as the newest measured step. Adds a fraction of these
+        seconds to the budget and returns True. But if the budget then suffices for a search, or no
+        step was measured, adds nothing and returns False: the caller measures the step, and `earn`
+        adds its time.
         """
         before = self.saved
         self._save(TIME_SHARE * self._step)
@@ -74,7 +75,7 @@ class RowSearch:
         return self._drafter.follow(seq)
 
     def look(self, others: Many[Candidate]) -> list[Candidate]:
-        """Examines candidates in turn, within the budget; returns the candidates ready to draft."""
+        """Examines candidates round-robin, within the budget; returns those that can draft now."""
         ready, self._looked = [], 0
         begin, until = self._next % max(1, len(others)), self._clock() + self.saved
         for candidate in [*others[begin:], *others[:begin]]:
@@ -89,8 +90,8 @@ class RowSearch:
     def spend(self, seconds: float, others: int) -> None:
         """Subtracts the `seconds` of a search from the budget.
 
-        `others`: the number of candidates that take turns; the time of a search of all of them is
-        estimated.
+        `others`: the number of candidates that were passed to `look`. Also estimates the seconds
+        that a search of all these candidates would take, for `affordable`.
         """
         self.saved -= seconds
         if self._looked:

@@ -71,19 +71,19 @@ class Choice(Struct):
 class Rest(Struct):
     """A series of steps without drafts, after useless work for drafts (exponential back-off).
 
-    It has 1 step, the next time 2, then 4, up to MAX_REST. The length halves each time that drafts
-    are checked. `left`: the remaining steps. `next`: the length of the next rest.
+    The first series has 1 step, the next 2, then 4, up to MAX_REST. The length halves each time
+    that drafts are checked. `left`: the remaining steps. `next`: the length of the next series.
     """
 
     left: int = 0
     next: int = 1
 
     def begin(self) -> None:
-        """Begins a rest, after useless work for drafts."""
+        """Begins a series of steps without drafts, after useless work for drafts."""
         self.left, self.next = self.next, min(2 * self.next, MAX_REST)
 
     def shorten(self) -> None:
-        """Halves the next rest, because drafts are checked."""
+        """Halves the length of the next series, because drafts are checked."""
         self.next = max(1, self.next // 2)
 
 
@@ -213,7 +213,10 @@ class Speculator:
     def _may_try(
         self, ready: Many[Candidate], depths: Many[int], plain: float, seconds: Seconds
     ) -> bool:
-        """Returns whether a trial of `depths` drafts is cheap enough, see TRIAL_SHARE."""
+        """Returns whether a trial of `depths` drafts is short enough.
+
+        The additional time may be TRIAL_SHARE of the time of all steps since the last drafts.
+        """
         reading = self.drafter.reading_seconds
         pairs = zip(ready, depths, strict=True)
         more = seconds(sum(map(bool, depths)), sum(depths), max(depths)) - plain
@@ -221,7 +224,7 @@ class Speculator:
         return more <= TRIAL_SHARE * self._without * plain
 
     def _worth_reading(self, ready: Many[Candidate], depths: list[int], plain: float) -> list[int]:
-        """Returns `depths`, but 0 where reading unread tokens costs more than drafts may gain."""
+        """Returns `depths`, with 0 for rows whose unread tokens cost more than drafts may gain."""
         paying = []
         for row, depth in zip(ready, depths, strict=True):
             left = min(row.room, max(LEAST_REMAINING, len(row.sequence.ids)))
@@ -232,8 +235,8 @@ class Speculator:
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns the drafts of these sequences, at most `depths` of each.
 
-        Drops drafts that gain no time by the drafter's updated chances. If no draft is left, a rest
-        begins.
+        Drops drafts that gain no time by the drafter's updated chances. If no draft is left, begins
+        a series of steps without drafts (see Rest).
         """
         began = self.clock()
         drafts = self._those_that_pay(self.drafter.drafts(depths))
@@ -246,7 +249,7 @@ class Speculator:
         return drafts
 
     def pause(self) -> None:
-        """Begins a rest, after useless drafts or useless waits for passes."""
+        """Begins a series of steps without drafts, after useless drafts or waits for passes."""
         self._rest.begin()
         self._paying, self._apart, self._without = set(), 0.0, 0  # it has cost as much as a trial
         self.times.settle()  # no step is measured during a rest
@@ -254,7 +257,7 @@ class Speculator:
     def _those_that_pay(self, drafts: Drafts) -> Drafts:
         """Returns the drafts of each sequence whose check is expected to gain time.
 
-        The time to make the drafts does not count, because it is already spent.
+        Ignores the time to make the drafts, because it is already spent.
         """
         rows, times, predict = self._choice.rows, self.times, self._lines_seconds
         sure = [self.drafter.sharper_chances(seq)[: len(some)] for seq, some in drafts.items()]

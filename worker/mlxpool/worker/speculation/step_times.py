@@ -47,7 +47,7 @@ class Curve(Struct):
     def observe(self, drafts: int, multiple: float) -> None:
         """Adds a measured step.
 
-        Ignores the first step with a class of numbers of drafts (`_kind`), which may compile
+        Ignores the first step of each class of draft numbers (see `_kind`), because it may compile
         something.
         """
         kind = _kind(drafts)
@@ -159,7 +159,7 @@ class StepTimes:
         return seconds + max(0.0, predict(rows + drafts) - predict(rows + most))
 
     def guessed(self, rows: int, drafts: int, predict: Predict, plain: float) -> float:
-        """Guesses the seconds of a step with drafts: `plain`, the predicted cost and any wait."""
+        """Guesses the seconds of a step with drafts: `plain` + the predicted cost + any wait."""
         wait = min(WAIT, plain) if self._settling else 0.0
         return plain + wait + max(0.0, predict(rows + drafts) - predict(rows))
 

@@ -110,9 +110,10 @@ def thread_count(maximum: int, cores: int, before: CpuUse, after: CpuUse) -> int
 
 
 class CpuThreads:
-    """Sets the number of BLAS threads before each step.
+    """Sets the number of BLAS threads before each step, so that other processes keep their cores.
 
-    One thread computes and calls `begin_step` and `end_steps`; any thread may announce long work.
+    One thread computes and calls `begin_step` and `end_steps`. Any thread may call
+    `begin_long_work` and `end_long_work`, which announce long work of this process.
     """
 
     def __init__(
@@ -121,7 +122,11 @@ class CpuThreads:
         cores: int,
         read_use: Callable[[], CpuUse] | None = None,
     ) -> None:
-        """`cores`: the number of cores for this process. Without `threads` nothing is changed."""
+        """`threads`: the threads of the BLAS library; None: their number is never changed.
+
+        `cores`: the number of cores for this process. `read_use` measures the processor use; None:
+        the use of other processes is not considered.
+        """
         self._threads = threads
         self._cores = cores
         self._usual = 0 if threads is None else threads.count()

@@ -1,4 +1,4 @@
-"""Files that keep the results of a load, for later loads of the same model.
+"""Files that keep measurements and tokenizer data of a load, for later loads of the same model.
 
 The files are beside the compiled kernels, in this user's private temporary folder. If TMPDIR names
 another folder, nothing is kept. Each file has a key, and is valid only for this key. A file that is
@@ -48,7 +48,7 @@ class KeptFile:
     """A file that keeps content for a key; several processes may use it at once.
 
     `kind`: a word for the content, in the file's name. `path` is None if the user has no private
-    folder, see private_temp.
+    temporary folder.
     """
 
     def __init__(self, kind: str, key: Key) -> None:
@@ -125,7 +125,7 @@ def _contents(file: Path) -> bytes:
 def _remove_oldest(folder: Path) -> None:
     """Deletes all but the newest MAX_FILES files.
 
-    A time in the future, from a wrong clock, counts as oldest.
+    A file with a time in the future, from a wrong clock, is treated as the oldest.
     """
     now, used = time.time(), []
     for file in folder.iterdir():

@@ -1,7 +1,7 @@
 """The faults that the counting model's settings can request: name, site and time.
 
-Their names are in `bounds.FAULTS`. Their sites, the places in the code, are the values of the
-setting `fault_in`. The setting `fault_at` is the time. Depending on the site, it is the number of a
+The names of the faults are in `bounds.FAULTS`. The setting `fault_in` is the site in the code. The
+setting `fault_at` is a number that chooses the time. Depending on the site, it is the number of a
 load step (0 to 9), a prompt token, a position of the completion, or a frame of deltas (from 0). At
 the sites accept, end and after_end it is ignored: every request with `fault_prompt` in its prompt
 gets the fault.
@@ -39,7 +39,10 @@ class DeviceGone(RuntimeError):
 
 
 class Faults:
-    """The fault of the settings. `site`: where the fault is injected; "": no fault."""
+    """The fault that the counting model's settings request; `site` is its point in the code.
+
+    If `site` is "", no fault is injected.
+    """
 
     def __init__(self, settings: Counting, history: History | None = None) -> None:
         self._settings = settings
@@ -55,7 +58,7 @@ class Faults:
     def armed_by(cls, settings: Counting, incarnation: int, history: History) -> Faults:
         """Returns the fault of the settings, or NO_FAULTS if this worker must not get it.
 
-        `incarnation`: the number of earlier workers in this worker's place. The first `fault_times`
+        `incarnation`: the number of earlier workers in this worker's slot. The first `fault_times`
         workers get the fault; 0: all.
         """
         times = settings.fault_times
@@ -70,7 +73,7 @@ class Faults:
         return self._prompt in prompt
 
     def is_due(self, span: range) -> bool:
-        """Returns whether the fault's number `fault_at` is in `span`.
+        """Returns whether the setting `fault_at`, a number that chooses the time, is in `span`.
 
         Always True for the fault `slow`, and at sites without numbers.
         """
@@ -80,7 +83,7 @@ class Faults:
     def victim(self, prompts: Sequence[Sequence[int]], spans: Sequence[range]) -> int | None:
         """Returns the index of the first prompt that gets the fault now, or None.
 
-        `spans`: for each prompt, the numbers that `fault_at` may match in this step.
+        `spans`: for each prompt, the range of numbers that `fault_at` may match in this step.
         """
         for number, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
             if self.is_due(span) and (not self._prompt or self.concerns(text_of(prompt))):
@@ -88,7 +91,11 @@ class Faults:
         return None
 
     def strike_at(self, site: str, number: int = 0) -> None:
-        """Injects the fault if `site` and `number` match, for any prompt."""
+        """Injects the fault for any prompt, if the settings request it at this site and time.
+
+        `number`: a number to compare with the setting `fault_at`, such as the number of a load
+        step.
+        """
         if self.site == site and self.is_due(range(number, number + 1)):
             self.strike()
 
@@ -113,7 +120,7 @@ class Faults:
 
 
 def text_of(prompt: Sequence[int]) -> bytes:
-    """Returns the text of a prompt of the counting model; an id above 255 counts as 0."""
+    """Returns the text of a prompt of the counting model; an id above 255 is read as 0."""
     return bytes(token if token < 256 else 0 for token in prompt)
 
 
@@ -164,7 +171,10 @@ NO_FAULTS = Faults(Counting())
 
 
 def faults_of(config: WorkerConfig, history: History) -> Faults:
-    """Returns the faults of this worker; only the counting model's settings can have faults."""
+    """Returns the fault that the counting model's settings request for this worker.
+
+    Returns NO_FAULTS for any other model.
+    """
     if config.model.path != COUNTING:
         return NO_FAULTS
     return Faults.armed_by(config.model.counting, config.incarnation, history)

@@ -68,9 +68,11 @@ class FaultyEngine:
         return not self.faults.device_lost and self._engine.device_works()
 
     def _struck(self, spans: Many[Span], site: str) -> list[SequenceFailed]:
-        """Injects the fault into the first matching span, at most once in a step.
+        """Injects the fault at `site`, `prefill` or `decode`, into at most one of the spans.
 
-        Returns the sequences that the fault has failed.
+        Does nothing if the settings request a fault at another site. The fault hits the first span
+        that the settings `fault_prompt` and `fault_at` select. Returns that span's sequence if the
+        fault makes it fail, else [].
         """
         if self.faults.site != site or not spans:
             return []
@@ -86,10 +88,10 @@ class FaultyEngine:
 
 
 def _place(span: Span, site: str) -> range:
-    """Returns the numbers in a span that `fault_at` may match at a site.
+    """Returns the numbers with which the setting `fault_at` selects this span at a site.
 
-    At the site `prefill` these are the indices of a chunk's tokens, else the index of the drawn
-    token.
+    At the site `prefill` these are the indices of a chunk's tokens; at all other sites, the index
+    of the drawn token.
     """
     if site == "prefill":
         return range(span.start, span.end)

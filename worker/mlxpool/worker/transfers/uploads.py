@@ -44,7 +44,7 @@ class Uploads:
         self._used = 0
 
     def take(self, count: int) -> tuple[npt.NDArray[np.int32], mx.array]:
-        """Returns memory for `count` numbers twice: the host's array and the device's array of it.
+        """Returns the host's array and the device's array of the same memory for `count` numbers.
 
         The host must write the numbers before the device's array is evaluated. The pass copies the
         device's array from this shared memory into memory of the device.
@@ -65,7 +65,7 @@ class Uploads:
         return (array + 0).view(_DTYPES[numbers.dtype.kind]).reshape(numbers.shape)
 
     def table(self, head: Numbers, lines: Numbers) -> mx.array:
-        """Returns an array of `head`, then the numbers of `lines`; see upload_table."""
+        """Returns one array: the numbers of `head`, then of the table `lines`; see upload_table."""
         into, array = self.take(head.size + lines.size)
         into[: head.size] = head
         into[head.size :] = lines.reshape(-1)

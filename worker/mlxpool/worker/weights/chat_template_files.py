@@ -64,7 +64,7 @@ def _of_jinja_files(
     """Returns the templates of Jinja files.
 
     `settings`: the templates of tokenizer_config.json. If `files` have no default template, the
-    default template of `settings` is added; its other templates are not used.
+    default template of `settings` is added. All other templates of `settings` are ignored.
     """
     texts = {name: _read_text(file) for name, file in files.items()}
     notes = []

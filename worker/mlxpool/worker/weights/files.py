@@ -247,7 +247,7 @@ def _refuse_weightless(path: Path) -> None:
 def listing(kind: str, names: list[str]) -> str:
     """Returns a list of the first `names` and the number of further names, for an error.
 
-    `kind`: what the names are of, such as tensor or shard.
+    `kind`: the noun for the named objects, such as tensor or shard.
     """
     shown = ", ".join(repr(name) for name in names[:_MAX_LISTED])
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""

@@ -24,7 +24,10 @@ _WEIGHTS = (".safetensors", ".gguf", *PYTORCH)
 
 
 class HubModel(Struct, frozen=True):
-    """A model of the hub: repository ORG/NAME and a GGUF file; "": the whole repository."""
+    """A model of the hub.
+
+    `repository`: ORG/NAME. `file`: the GGUF file to use; "": the whole repository.
+    """
 
     repository: str
     file: str = ""

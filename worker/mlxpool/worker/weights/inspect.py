@@ -208,9 +208,9 @@ def digest_now(folder: ModelFolder) -> str:
 def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent], *, forced: bool) -> str:
     """Returns a digest of a model's small files and of its weight files.
 
-    It covers the header of each weight file and, if a file has no stored digest, the size and both
-    ends of the file. `forced`: mlx-lm's code computes a model that our code could compute, too; the
-    last bits of the results then differ.
+    The digest covers the header of each weight file and, if a file has no stored digest, the size
+    and both ends of the file. `forced`: mlx-lm's code computes a model that our code could compute,
+    too; the last bits of the results then differ.
     """
     digest = hashlib.sha256(b"mlx-lm" if forced else b"")
     templates = (f"{JINJA_FOLDER}/{file.name}" for file in named_files(files))
@@ -239,7 +239,8 @@ def _add(digest: Any, label: str, content: bytes) -> None:
 def dequantised_growth(folder: ModelFolder, width: int, *, deterministic: bool = False) -> int:
     """Returns by how many bytes weights grow if dequantised to numbers of `width` bytes.
 
-    Unless `deterministic`, includes the layers' copies for single rows, see byte_columns.py.
+    Unless `deterministic`, includes the copies of weights for products of one row, see
+    byte_columns.py.
     """
     growth = sum(_module_growth(folder, module, width) for module in folder.match.layouts)
     return growth if deterministic else growth + _byte_columns_bytes(folder)

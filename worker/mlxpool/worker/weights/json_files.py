@@ -22,7 +22,10 @@ class FileLookup(Protocol):
 
 
 def is_present(file: Path) -> bool:
-    """Returns whether the file exists. Raises ModelLoadFailed like `require_file`."""
+    """Returns whether the file exists.
+
+    Raises ModelLoadFailed for a dangling link, a folder, a pipe or a device.
+    """
     require_file(file)
     return file.exists()
 
@@ -51,8 +54,8 @@ def require_size(file: Path) -> None:
 def read_file(file: Path) -> bytes:
     """Returns the bytes of a small file.
 
-    Raises ModelLoadFailed like `require_file` and `require_size`, and for wrong contents, see
-    wrong_contents.py.
+    Raises ModelLoadFailed if the path is not a regular file, if the file has more than
+    MAX_FILE_BYTES, or if its contents are wrong, see wrong_contents.py.
     """
     require_file(file)
     require_size(file)

@@ -46,7 +46,7 @@ _QUANT_TYPES = {
 
 
 class ManifestLayer(Struct, frozen=True):
-    """An entry of a manifest."""
+    """A layer of a manifest: its media type (`kind`), its file or tensor `name`, and its blob."""
 
     kind: str
     name: str
@@ -196,7 +196,10 @@ def _require_intact(name: str, layer: ManifestLayer) -> None:
 
 
 def _contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
-    """Returns the contents of each blob, with MLX's names."""
+    """Returns the tensors and stated quantisations of each blob, by the blob's path.
+
+    The tensors have MLX's names for the parts of quantised weights.
+    """
     names = frozenset(name for header in headers.values() for name in header.tensors)
     renamed = mlx_names(names, names)
     return {
@@ -213,7 +216,11 @@ def _contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
 
 
 def _layouts(header: Header, names: frozenset[str]) -> Iterator[tuple[str, QuantLayout]]:
-    """Returns the quantisation layouts in a header; match.py infers others from shapes."""
+    """Yields each quantised module with its layout, if the header states the quantisation.
+
+    match.py infers the layouts of other modules from the shapes of their tensors. `names`: the
+    names of all tensors of the model.
+    """
     metadata = header.metadata
     for name in header.tensors:
         kind = metadata.get(f"{name}.quant_type") or metadata.get("quant_type") or ""

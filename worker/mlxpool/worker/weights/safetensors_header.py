@@ -78,7 +78,7 @@ def read_header(file: Path) -> Header:
 
 
 def _header_bytes(file: Path) -> bytes:
-    """Returns the bytes of the header; raises ModelLoadFailed if the file ends in it."""
+    """Returns the bytes of the header; raises ModelLoadFailed for a truncated header."""
     require_file(file)
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -136,7 +136,7 @@ def fault_of(raw: bytes, data_bytes: int) -> str:
 def _tensor_faults(entry: Any, data_bytes: int) -> Iterator[str]:
     """Yields the faults of one tensor's entry.
 
-    Only the first is reliable: after a fault, later checks may fail or raise because of it.
+    Only the first fault is reliable: it may make later checks fail or raise.
     """
     if not isinstance(entry, dict):
         yield f"is described by {entry!r}, must be a map"

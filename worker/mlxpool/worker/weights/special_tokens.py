@@ -164,10 +164,10 @@ def _ends(
 ) -> tuple[frozenset[int], list[str]]:
     """Returns the ids that end an answer, and notes about contradictions between the files.
 
-    All ids of the first file with end ids count: generation_config.json, config.json or its
-    text_config. From later files, only ids of added tokens count, because such a file may be older
-    and belong to a model with other ids. The end tokens of the tokenizer and of the chat template
-    count, too.
+    Searches generation_config.json, config.json, and the text_config of config.json. All end ids of
+    the first file with end ids are used. From later files, only ids of added tokens are used,
+    because such a file may be older and belong to a model with other ids. The end tokens of the
+    tokenizer and of the chat template are used, too.
     """
     files, notes = _of_files(path, config)
     ends = next(iter(files.values()), frozenset[int]())

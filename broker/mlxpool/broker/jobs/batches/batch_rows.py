@@ -132,7 +132,7 @@ def mark_of(batch: BatchView) -> str:
 def batch_row(batch: BatchView, running: int, trouble: str) -> dict[str, Any]:
     """Returns the map of a batch, see docs/protocol.md, `batch`.
 
-    `running`: number of its running jobs.
+    `running`: number of its running jobs. `trouble`: the reason why no lines become jobs, or "".
     """
     settings, counts = BatchSettings.unpacked(batch.defaults), dict(batch.counts)
     known = sum(counts.values()) + batch.failed

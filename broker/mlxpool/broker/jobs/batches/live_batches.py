@@ -244,7 +244,8 @@ class Batches:
     def find(self, behind: Place | None = None) -> None:
         """Asks the store for the batches that have not ended. Called once the store was opened.
 
-        `behind`: the last batch of the page before, or None to read the first page.
+        The store answers in pages. `behind`: the last batch of the previous page; None for the
+        first page.
         """
         self._find_at = math.inf
         operation = ListBatches(live=True, count=PAGE, behind=behind)
@@ -282,7 +283,8 @@ class Batches:
     def see(self, view: BatchView, now: float) -> None:
         """Updates a live batch from a view that the store has returned.
 
-        Then tells the watchers, and cancels further jobs or ends the batch if that is due.
+        Then answers the watchers. If the batch is cancelled, cancels more of its jobs. If it is not
+        open and all its jobs have ended, ends the batch.
         """
         batch = self.live.get(view.id)
         if batch is None:

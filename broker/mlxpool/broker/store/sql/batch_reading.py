@@ -147,7 +147,7 @@ def list_batches(database: Database, operation: ListBatches, now: float) -> Batc
 def read_outcomes(database: Database, operation: ReadOutcomes, now: float) -> Result:
     """Reads the outcomes of a batch's lines, in the order of the lines.
 
-    They include the lines of which no job could be made.
+    The result also has the lines that could not become jobs.
     """
     batch = find(database, operation.name)
     if batch is None:
@@ -187,7 +187,7 @@ def _output_size(outcome: LineOutcome) -> int:
 
 
 def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
-    """Returns the outcome and, if its job has ended, the output of the job.
+    """Returns an outcome, with the output of its job if the job has ended.
 
     The output is left out if it is damaged, or longer than MAX_OUTPUT bytes.
     """

@@ -215,8 +215,8 @@ def takes_again(database: Database, job: JobView) -> bool:
 def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
     """Deletes batches and files whose retention time is over.
 
-    Each call deletes the results of at most `count` jobs. When its last result is deleted, a batch
-    only keeps its key, for `key_life` seconds. Returns whether more batches or files may be due.
+    Each call deletes the results of at most `count` jobs. A batch whose last result is deleted
+    keeps only its key, for `key_life` seconds. Returns whether more batches or files may be due.
     """
     batches = database.execute(
         "SELECT id, state, end_seq FROM batch WHERE forget <= ? ORDER BY forget LIMIT ?", now, count
@@ -260,7 +260,10 @@ def _delete(database: Database, id: bytes, end_seq: int | None, now: float) -> N
 
 
 def read_lines(database: Database, operation: ReadLines, now: float) -> Result:
-    """Reads the next lines of a batch's file; returns no lines unless the batch is open."""
+    """Reads the next lines of a batch's file.
+
+    Returns no lines if the batch is not open.
+    """
     batch = find(database, operation.batch)
     if batch is None:
         return UnknownName()

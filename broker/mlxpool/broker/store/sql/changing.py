@@ -107,7 +107,10 @@ def _forget(database: Database, seq: int, now: float, key_life: float) -> None:
 
 
 def _next(database: Database, now: float) -> float | None:
-    """Returns the earliest time after `now` at which a sweep has something to do; else None."""
+    """Returns the earliest time after `now` at which a sweep has something to do.
+
+    Returns None if there is no such time.
+    """
     times = [
         row[0]
         for row in (

@@ -81,7 +81,10 @@ def begin_anew(database: Database, job: JobView) -> JobView:
 
 
 def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[int, bytes]]) -> None:
-    """Stores blobs (number, data) for a job. If data are already stored, only their count rises."""
+    """Stores blobs (number, data) for a job.
+
+    If the same data is already stored, only the count of its uses rises.
+    """
     for place, data in blobs:
         sha = hashlib.sha256(data).digest()
         if not database.change("UPDATE blob SET refs = refs + 1 WHERE sha = ?", sha):

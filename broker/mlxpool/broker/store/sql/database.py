@@ -45,10 +45,13 @@ class Database(Closing):
     @property
     @abstractmethod
     def operation_errors(self) -> tuple[type[Exception], ...]:
-        """The exceptions of a failed statement after which the database still works."""
+        """The exceptions that mean that only the statement failed: the database still works."""
 
     def lock_boot(self) -> int:
-        """Returns the boot number of the store's owner, and locks this number until the commit."""
+        """Returns the boot number of the broker that owns the store.
+
+        Locks this number until the commit.
+        """
         return self.number("SELECT boot FROM meta")
 
     @abstractmethod

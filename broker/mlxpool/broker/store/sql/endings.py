@@ -26,8 +26,8 @@ def end_job(
     """Ends a waiting job. If it has a `notify` URL, stores a notice of its end.
 
     `last` is appended to the job's output. `facts`, the values for a resume, are stored if the job
-    has none yet. `attempts` replaces the stored number of attempts, unless it is None. `added`: how
-    many of the job's stored bytes are not in the usage of the job's owner yet.
+    has none yet. `attempts` replaces the stored number of attempts, unless it is None. `added`: the
+    number of stored bytes of the job that the usage of its owner does not include yet.
     """
     if state not in ENDED:
         raise ValueError(f"a job cannot end as {state.value!r}")

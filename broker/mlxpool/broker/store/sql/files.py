@@ -56,7 +56,10 @@ def find(database: Database, id: bytes, owner: str | None, tenant: str | None) -
 
 
 def create_file(database: Database, operation: CreateFile, now: float, room: int) -> Result:
-    """Creates a file with its first part. If the file exists, does what AppendFile does."""
+    """Creates a file with its first part.
+
+    If the file exists, appends those bytes of the part that the file lacks.
+    """
     check_names(
         Scope(operation.owner, operation.tenant, operation.key), operation.name, operation.purpose
     )

@@ -34,7 +34,7 @@ def _notice(row: Row) -> Notice:
 
 
 def read_notices(database: Database, operation: ReadNotices, now: float) -> Notices:
-    """Reads due notices, in turns from each origin (scheme, host and port of the URL).
+    """Reads due notices. The origins (scheme, host and port of the URL) take turns.
 
     The number of notices of an origin is limited by the origin's `room` in `operation.loads`.
     """

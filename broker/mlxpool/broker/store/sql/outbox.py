@@ -12,7 +12,8 @@ HOLD = 60.0  # seconds until a sweep checks a deleted key with an undelivered no
 def state_of(table: str) -> str:
     """Returns an SQL expression for the state of a notice: waiting or given_up.
 
-    The notice is that of the end of a row of `table`. The value is NULL without such a notice.
+    It is the notice of the job or batch in a row of `table`. The value is NULL if the row has no
+    notice.
     """
     return (
         "(SELECT CASE WHEN outbox.given_up IS NULL THEN 'waiting' ELSE 'given_up' END"

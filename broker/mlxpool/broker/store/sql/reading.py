@@ -273,7 +273,7 @@ def verify_jobs(database: Database, operation: VerifyJobs, now: float) -> Verifi
 
 
 def _damages(database: Database, job: JobView) -> list[str]:
-    """Returns the damaged parts of a job, including only the first damaged part of its output."""
+    """Returns the damaged parts of a job. Of its output it returns only the first damaged part."""
     damages = [str(rows.damage(job, job.damaged))] if job.damaged else []
     if job.state is JobState.GONE:
         return damages

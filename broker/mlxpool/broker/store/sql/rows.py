@@ -88,9 +88,9 @@ def packed(id: bytes, record: Record) -> tuple[bytes, int]:
 
 
 def unpacked(id: bytes, data: bytes | None, crc: int | None) -> Record | None:
-    """Returns the record in bytes that `packed` made; None if the checksum does not match.
+    """Unpacks a record that `packed` has packed. Returns None if the checksum does not match.
 
-    For NULL it returns a record with the default values.
+    If `data` is None (NULL), returns a record with the default values.
     """
     if data is None:
         return Record()

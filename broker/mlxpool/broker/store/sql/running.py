@@ -40,7 +40,7 @@ PAGE = 64  # jobs of an owner in one query
 
 
 def feed_next(database: Database, operation: FeedNext, now: float) -> Fed:
-    """Reads due jobs to run, in turns from each owner, and counts their starts in `starts`."""
+    """Reads due jobs to run, and adds 1 to the `starts` of each job. The owners take turns."""
     jobs: list[FedJob] = []
     last_owner, size = operation.after_owner, 0
     seen: list[str] = []
@@ -82,8 +82,8 @@ def _turns(
 def _waiting(operation: FeedNext) -> str:
     """Returns the SQL condition for waiting jobs of the operation's model and priority.
 
-    If only jobs with many starts are read, the condition lets SQL use the index of suspects, see
-    schema.SUSPECTS.
+    If the operation reads only jobs with at least OFTEN_STARTED starts, the condition names this
+    number, so that SQL can use the index of such jobs.
     """
     condition = "state = 'waiting' AND model = ? AND priority = ?"
     if operation.min_starts < OFTEN_STARTED:
@@ -305,7 +305,7 @@ def set_back(database: Database, operation: SetBack, now: float) -> Result:
 
 
 def new_generation(database: Database, operation: NewGeneration, now: float) -> Result:
-    """Deletes the output of a waiting job, and begins its next generation."""
+    """Deletes the output of a running job, and begins its next generation."""
     job = _running(database, operation.id, operation.gen)
     if job is None:
         return rows.fate(database, operation.id)

@@ -136,9 +136,9 @@ class SqlStore(Closing):
         return int(ADMIT_SHARE * self._max_bytes)
 
     def room(self, share: float = ADMIT_SHARE) -> int:
-        """Returns how many bytes may be added until `share` of the store's bound is in use.
+        """Returns how many bytes may be added until the fraction `share` of the bound is in use.
 
-        The result is negative if more than this is in use.
+        The result is negative if more is in use.
         """
         return int(share * self._max_bytes) - self.database.used_bytes()
 

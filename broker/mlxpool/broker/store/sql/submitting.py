@@ -39,9 +39,10 @@ def submit(database: Database, operation: Submit, now: float, room: int) -> Resu
 def submit_line(database: Database, operation: Submit, now: float, room: int) -> Result | int:
     """Stores a job that was made of a line of a batch.
 
-    Does the same as `submit`, but in the usual case with fewer statements. In this case it returns
-    the bytes of the new job, and the caller must add them to the owner's usage. Otherwise it
-    returns the result of `submit`, which has already added them.
+    If no quota applies, `room` suffices and the key is unused, inserts the job with fewer
+    statements than `submit`. It then returns the bytes of the job, which the caller must add to the
+    owner's usage. In all other cases it returns the result of `submit`, which itself adds the
+    bytes.
     """
     size = operation.size + rows.ROW_BYTES
     checked = operation.max_jobs or operation.max_bytes or size > room

@@ -144,7 +144,7 @@ def _request(
 
 
 def _with_defaults(line: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of a line; a key or option that it lacks has the value of the batch."""
+    """Returns the keys of a line. A key or option that the line lacks has the batch's default."""
     options = line.get("options")
     if not isinstance(options, dict | None):
         raise BadRequest(f"options must be an object, got {shown(options)}")

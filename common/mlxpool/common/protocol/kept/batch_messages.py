@@ -114,10 +114,10 @@ def _file_key(value: object, name: str = "file") -> str:
 
 
 class WaitForProgress(Content, Struct, frozen=True):
-    """Asks for a batch: the answer comes when the batch has changed, or after `wait_ms`.
+    """Asks for a batch: the answer comes when the batch has changed or ended, or after `wait_ms`.
 
-    `seen` is the `mark` of the newest answer that the client has. With "" the answer comes
-    immediately.
+    Each answer has a text `mark`, which changes with the batch. `seen` is the `mark` of the newest
+    answer that the client has. With "" the answer comes immediately.
     """
 
     kind: ClassVar[str] = "batch_progress"
@@ -162,8 +162,8 @@ class ReadOutcomes(Content, Struct, frozen=True):
 class ListBatches(Content, Struct, frozen=True):
     """Asks for the batches of a tenant, the newest first.
 
-    `before` is the key of the batch after which the list begins. `older` is a time: only batches
-    that were created before this time are listed.
+    `before` is the key of a batch: the list begins with the next batch in this order. `older` is a
+    time: only batches that were created before this time are listed.
     """
 
     kind: ClassVar[str] = "batches"

@@ -221,9 +221,9 @@ class Fetch(Content, Struct, frozen=True):
     """Reads a job's token ids from index `start` on, and also the ids that the job makes later.
 
     The header's id identifies this reading. The reading has a `window` as a stream has, and the
-    client acknowledges the ids that it gets. `gen` is the job's generation to which the ids before
-    `start` belong: the number of times that the job had begun anew because its model had changed.
-    None means the newest generation.
+    client acknowledges the ids that it gets. A job whose model has changed starts a new generation,
+    which computes all ids again. `gen` is the number, from 0, of the generation to which the ids
+    before `start` belong; None means the newest generation.
     """
 
     kind: ClassVar[str] = "fetch"
@@ -245,12 +245,13 @@ class Fetch(Content, Struct, frozen=True):
 
 
 class ListJobs(Content, Struct, frozen=True):
-    """Asks for jobs. With `after`: ended jobs with a greater `end_seq` (number in order of ends).
+    """Asks for jobs. With `after`: the jobs that ended later than the job with this `end_seq`.
 
-    Without `after`: all jobs, or all jobs in one `state`, the newest first. With `before`: only
-    jobs that were submitted before the job with this number. With `batch`: the jobs of the batch
-    with this key; without `batch` and `after` the jobs of batches are left out. Only operators use
-    `owner`, `model` and `batch_id`, see job_operations.
+    `end_seq` is a job's number in the order of ends; the answer has this order. Without `after`:
+    all jobs, or all jobs in one `state`, the newest first. With `before`: only jobs that were
+    submitted before the job with this number. With `batch`: the jobs of the batch with this key.
+    Without `batch` and `after` the jobs of batches are left out. Only operators use `owner`,
+    `model` and `batch_id`, see job_operations.
     """
 
     kind: ClassVar[str] = "jobs"

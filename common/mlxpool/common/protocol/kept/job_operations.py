@@ -71,8 +71,8 @@ class ListAllBatches(Struct, frozen=True):
 class ListNotices(Struct, frozen=True):
     """Asks for notices (POSTs about ended jobs and batches) that are undelivered or given up.
 
-    `after` is an end number: only notices of later ends are listed. If `owner` is None, the notices
-    of all owners are listed.
+    `after` is an `end_seq`, a number in the order of ends: only notices of later ends are listed.
+    If `owner` is None, the notices of all owners are listed.
     """
 
     owner: str | None
@@ -81,7 +81,11 @@ class ListNotices(Struct, frozen=True):
 
 
 class ExportJobs(Struct, frozen=True):
-    """Asks for jobs with all their stored data, from a position on; see `Exported`."""
+    """Asks for jobs with all their stored data; the answer is `Exported`.
+
+    `seq`, `gen`, `part` and `pos` are the position at which the answer begins: zeros, or the values
+    of `next` in the previous answer. `states` are the states of the exported jobs; empty means all.
+    """
 
     seq: int
     gen: int

@@ -58,7 +58,7 @@ PAGE_LINES = 200  # lines of results in one request to the pool
 
 
 async def ask(client: AsyncClient, content: Content, read: Callable[[Message], Answer]) -> Answer:
-    """Returns the answer to a question about files or batches; retries while the store is busy."""
+    """Returns the answer to a request about files or batches; retries while the store is busy."""
     for attempt in range(ATTEMPTS):
         try:
             return await client.ask(Question(os.urandom(ID_BYTES), content, read))
@@ -135,8 +135,8 @@ class KeptFiles:
     async def lines(self, key: str) -> AsyncGenerator[list[bytes], None]:
         """Yields the lines of a file without line ends: for each part that is read, a list.
 
-        Of a line longer than MAX_LINE bytes only the beginning is returned. It is longer than
-        MAX_LINE, but by one part at most.
+        Of a line longer than MAX_LINE bytes only the beginning is returned. This beginning exceeds
+        MAX_LINE by at most one part.
         """
         held: list[bytes] = []  # the read pieces of the last line
         size = 0

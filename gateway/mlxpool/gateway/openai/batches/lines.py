@@ -152,7 +152,7 @@ def pool_line(line: Mapping[str, Any], endpoint: str, model: ModelInfo) -> bytes
 
 
 def _members(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the members of a pool's line for a `generate` with these arguments."""
+    """Returns the map of a line in the pool's batch format, for these arguments of `generate`."""
     rest = dict(arguments)
     images = rest.pop("images", ())
     options, others = divide_options(rest)
@@ -248,7 +248,7 @@ def _decisions(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any
 
 
 def _call(kind: str, settings: Mapping[str, Any], **members: Any) -> dict[str, Any]:
-    """Returns the members of a pool's line for a call, such as an embedding."""
+    """Returns the map of a line in the pool's batch format, for a call such as an embedding."""
     used = {name: value for name, value in settings.items() if value not in (None, False)}
     if settings.get("normalise") is False:
         used["normalise"] = False
@@ -304,8 +304,7 @@ class LineModels:
     def __init__(self, pools: Pools, among: Sequence[Pool], key: str) -> None:
         """`among`: the pools that keep batches.
 
-        An equal `key` always chooses the same pool. Without a key, the pool with the least load is
-        chosen.
+        The same `key` always chooses the same pool. If `key` is "", the least busy pool is chosen.
         """
         self.chosen: Pool = among[0]
         self._pools = pools
@@ -327,9 +326,9 @@ class LineModels:
                 self._choose()
 
     def _choose(self) -> None:
-        """Chooses a pool that has all known models.
+        """Chooses a pool that has all models named so far, except models that no pool has.
 
-        Keeps the present pool if it has all of them, or if no pool has all.
+        The pool that was chosen before stays chosen if it has all of them, or if no pool has all.
         """
         able = [
             pool for pool in self._among if all(pool in models for models in self._known.values())

@@ -28,7 +28,7 @@ EXPIRES = "expires_after"
 
 
 class PartBegin(Struct, frozen=True):
-    """A part begins; `filename` is None unless it is a file."""
+    """A part begins; `filename` is None unless the part is a file."""
 
     name: str
     filename: str | None

@@ -154,9 +154,9 @@ def usage(result: Result, thought_tokens: int) -> dict[str, Any]:
 
 
 class ResponseEvents(Struct, eq=False):
-    """Encodes the updates of one answer. Numbers the events from `number` on.
+    """Encodes the updates of one answer as events. The first event has the number `number`.
 
-    Events up to the number `after` are left out: the reader has these events.
+    Events up to the number `after` are left out, because the reader has them.
     """
 
     frame: ResponseFrame
@@ -178,7 +178,10 @@ class ResponseEvents(Struct, eq=False):
         return head + self._event("response.in_progress", begun)
 
     def update(self, update: ChoiceUpdate) -> bytes:
-        """Returns the events of an update. Each earlier failure of the job has an event number."""
+        """Returns the events of an update.
+
+        Skips an event number for each failure of the job that the update reports.
+        """
         self.number += update.failures
         return b"".join([self._step(step) for step in self.output.push(update)])
 

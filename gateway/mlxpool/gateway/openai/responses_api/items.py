@@ -238,7 +238,7 @@ def conversation_of(
 
 
 def _readable(part: object) -> object:
-    """Returns a part of a tool result unchanged, or a note in its place if no model can read it.
+    """Returns a part of a tool result unchanged, or a text in its place if no model can read it.
 
     A file, for example, is replaced by a text part that names its type.
     """

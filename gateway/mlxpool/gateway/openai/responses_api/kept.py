@@ -1,4 +1,4 @@
-"""Responses that the pool keeps as jobs, with settings that are stored as the job's note. Pure."""
+"""Responses that the pool stores as jobs; the job's note has settings of the response. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ResponseNote(Struct, frozen=True):
     """The properties of a response that are stored as the note of its job.
 
     The job itself lacks them; ResponseFrame and KeptAnswer need them. `tools` and `several_calls`
-    are of the request, `formats` of the model.
+    come from the request, `formats` from the model.
     """
 
     created: int
@@ -50,7 +50,7 @@ class ResponseNote(Struct, frozen=True):
         return ChatFormats(*self.formats)
 
     def packed(self) -> bytes:
-        """Returns the bytes that are kept with the job. Raises HttpError if they are too many."""
+        """Returns the bytes that are stored with the job. Raises HttpError if they are too many."""
         text = json.dumps({"kind": KIND, **as_map(self)}, separators=(",", ":"))
         packed = zlib.compress(text.encode("utf-8", "surrogatepass"))
         if len(packed) > MAX_NOTE:
@@ -76,7 +76,7 @@ class ResponseNote(Struct, frozen=True):
 
 
 class KeptResponse(Struct, frozen=True):
-    """A response that the pool keeps as a job, as read from the pool."""
+    """A response that the pool stores as a job, as read from the pool."""
 
     id: str  # the response's id without prefix
     job: Mapping[str, Any]  # the map of the job

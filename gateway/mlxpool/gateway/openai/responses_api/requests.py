@@ -43,7 +43,7 @@ class ResponseRequest(Struct, frozen=True):
 
     If `truncates`, old items are left out until the request fits. If `summary`, thoughts are sent
     as a summary. `echoed`: members of the response that repeat the request. If `store`, the
-    response is kept; responses in the `background` are always kept.
+    response is stored; responses in the `background` are always stored.
     """
 
     chat: ChatRequest
@@ -141,7 +141,10 @@ def _echoed(body: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, An
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the offered tools in the pool's form, and those of which the answer must call one."""
+    """Returns the offered and the required tools; the answer must call one of the required tools.
+
+    All tools are in the pool's form. Raises HttpError.
+    """
     functions: list[dict[str, Any]] = []
     for number, tool in fields.tools_of_kind(body, ("function", NAMESPACE)):
         if tool["type"] == NAMESPACE:

@@ -53,7 +53,7 @@ INSTEAD = {  # field that needs a pool with jobs -> advice for a pool without
 
 
 class KeptResponseRoutes:
-    """The handlers of responses that the pool keeps as jobs (`store` or `background`).
+    """The handlers of responses that the pool stores as jobs (`store` or `background`).
 
     All handlers raise HttpError and PoolError.
     """
@@ -62,7 +62,7 @@ class KeptResponseRoutes:
         self._pool = pool
 
     async def model(self, name: str, idempotency: str | None) -> ModelInfo:
-        """Returns the model of a response that is to be kept, in a pool that keeps jobs.
+        """Returns the model of a response that is to be stored, from a pool that stores jobs.
 
         A request that is repeated with the same `idempotency` goes to the pool of the first
         request.
@@ -78,12 +78,14 @@ class KeptResponseRoutes:
         response: ResponseWriter,
         idempotency: str | None,
     ) -> None:
-        """Makes a response that is kept as a job, and answers with it.
+        """Makes a response that the pool stores as a job, and answers with it.
 
-        If the client disconnects, the response is cancelled unless it is in the background. The
-        response is deleted if the client cannot know its id yet. A second request with the same key
-        in `idempotency` is answered with the first request's response, so a response with a key is
-        continued without its client.
+        `idempotency`: the header Idempotency-Key. A second request with the same key gets the first
+        request's response.
+
+        If the client disconnects, a response with a key continues. So does a response in the
+        background whose id was sent. Other responses are cancelled, and also deleted if the id was
+        not sent.
         """
         client, resumption = self._pool.job_client, response.resumption
         id = _hex_of(idempotency) if idempotency else drawn_key()
@@ -215,7 +217,7 @@ class KeptResponseRoutes:
         after: int | None = None,
         made: bool = False,
     ) -> None:
-        """Sends a kept response: streams its events, or sends it as a whole when it has ended.
+        """Sends a stored response: streams its events, or sends it as a whole when it has ended.
 
         `after`: the number of the last event that the client has. `made`: this request has made the
         response, so its tokens are counted in the metrics.
@@ -254,9 +256,11 @@ class KeptResponseRoutes:
         error: HttpError,
         pos: int,
     ) -> None:
-        """Sends the job's own error if the job has failed, else the error that ended the reading.
+        """Sends the error that ended the reading of a response.
 
-        `pos`: the number of ids that were read.
+        If the job itself has failed, the error is sent as the end of the response. Otherwise only
+        the stream ends; raises `error` if the HTTP response has not started. `pos`: the number of
+        token ids that were read.
         """
         key, gen = response_id(kept.id), int(kept.job["gen"])
         ended = await has_failed(self._pool.job_client, key, error.code, gen, pos)
@@ -273,7 +277,7 @@ class KeptResponseRoutes:
 
 
 def _hex_of(idempotency: str) -> str:
-    """Returns the id of a response, which is equal for equal headers Idempotency-Key."""
+    """Returns a response id, in hex, that depends only on the header Idempotency-Key."""
     return hashlib.sha256(idempotency.encode()).hexdigest()[: 2 * KEY_BYTES]
 
 
@@ -312,7 +316,7 @@ class ResponseRoutes:
     ) -> None:
         """Answers POST /v1/responses with a response, as a whole or as a stream of events.
 
-        `idempotency`: the header Idempotency-Key, for a response that is kept.
+        `idempotency`: the header Idempotency-Key, for a response that is stored.
         """
         request = requests.response(body)
         previous = requests.previous_id(body)

@@ -74,8 +74,8 @@ class GatheredBatch(DecodingRows):
 class GatheredDecode:
     """Runs decode passes over rows of a pool; a pass is compiled once for each padded width.
 
-    The width is the number of rows, see `padded_width`. Padding repeats the last row: it computes
-    and writes the same numbers again.
+    The width is the number of rows, see `padded_width`. Padding repeats the last row; each copy of
+    the row computes and writes the same numbers.
     """
 
     def __init__(
@@ -87,7 +87,11 @@ class GatheredDecode:
         keeps_states: bool = False,
         keeps_drawn: bool = False,
     ) -> None:
-        """`notice` is called before a pass is compiled. For the other parameters see Layout."""
+        """`notice` is called before a pass is compiled.
+
+        `keeps_states`: passes return the states of all inputs. `keeps_drawn`: passes return the
+        states of their logits.
+        """
         self._model, self._pool = model, pool
         self._keeps_states, self._keeps_drawn = keeps_states, keeps_drawn
         self.passes = CompiledPasses(self._one_pass, notice, max_passes=MAX_PASSES)
@@ -142,7 +146,7 @@ def padded_width(rows: int) -> int:
 
 
 class _PoolView(KVPool):
-    """A view of a pool in a compiled pass, whose array arguments replace the pool's arrays."""
+    """A view of a pool in a compiled pass: the pass's array arguments replace the pool's arrays."""
 
     def __init__(self, pool: KVPool, arrays: list[Arrays]) -> None:
         self.shape, self.in_place, self.blocks = pool.shape, pool.in_place, pool.blocks

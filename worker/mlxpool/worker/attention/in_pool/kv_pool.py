@@ -236,7 +236,7 @@ class PagedStore(BlockStore):
     def stored(self, parts: Sequence[Part[BlockRun]]) -> list[DeviceArray]:
         """Returns the arrays of one block for the disk tier.
 
-        If the block's tokens belong to several runs, the block of the last run has all of them.
+        If the block's tokens belong to several runs, the last run's KV block has all these tokens.
         """
         last, block = parts[-1], parts[0].low // KV_BLOCK_TOKENS
         run = last.held
@@ -249,7 +249,7 @@ class PagedStore(BlockStore):
         raise NotImplementedError("a pool of blocks has no snapshots")
 
     def bytes_of(self, record: ReadRecord, start: int, end: int) -> int:
-        """Returns the bytes of the blocks that `restored` needs."""
+        """Returns the bytes of the blocks for tokens [start, end), as `restored` allocates them."""
         return self.block_bytes * (blocks_for(end) - start // KV_BLOCK_TOKENS)
 
     def restored(self, record: ReadRecord, start: int, end: int) -> BlockRun:

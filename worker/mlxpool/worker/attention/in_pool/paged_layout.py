@@ -61,8 +61,9 @@ class PagedLayout(Layout):
         """`rows`: the most rows of a pass.
 
         `uploads`: sends the index arrays of a pass to the device; None: MLX copies these arrays.
-        `images`: passes may have spans with images, see RowSpan. `keeps_states`, `keeps_drawn`: see
-        Layout. `long_passes`: ragged passes have up to 2,048 tokens.
+        `images`: passes may have spans with images, see RowSpan. `keeps_states`: passes return the
+        states of all inputs. `keeps_drawn`: passes return the states of their logits.
+        `long_passes`: ragged passes have up to 2,048 tokens.
         """
         super().__init__(
             shape,
@@ -272,7 +273,7 @@ def _reordered(
     *,
     lines: bool,
 ) -> mx.array:
-    """Returns the lines of the spans `wanted`, in the order of `wanted`.
+    """Returns the lines (first axis) of the spans `wanted`, in the order of `wanted`.
 
     `arrays` have the lines of the spans `given`, in their order. With `lines`, a span has a line
     for each token with results; otherwise a span has a line for each of its tokens.

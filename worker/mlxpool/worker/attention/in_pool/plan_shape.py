@@ -28,13 +28,14 @@ class PassMemory(Struct, frozen=True):
 
 
 class PlanShape(Struct, frozen=True):
-    """The offsets of a pass's numbers in one int32 array, the only array sent to the device.
+    """The sizes of the parts of a pass's int32 array, the only array sent to the device.
 
-    A line is one token or padding. `wanted`: how many lines the array lists as lines with results;
-    0: it lists none, because every line has results. If `drawn` is None, the results are logits.
-    Otherwise the results are the hidden states of the listed lines, and the logits of the first
-    `drawn` of them. `follow`: a row may have several lines, and one kernel computes the pass.
-    `spans`: the most spans of the pass; 0: as many as lines.
+    A line is one token or padding. `wanted`: the number of lines that the array lists because they
+    have results; 0: the array lists none, and every line has results. If `drawn` is None, the
+    results are logits. Otherwise the results are the hidden states of the listed lines, and the
+    logits of the first `drawn` of them. `tiles`: the shapes of tiles, each of which has a work
+    list. `follow`: a row may have several lines, and one kernel computes the pass. `spans`: the
+    most spans of the pass; 0: as many as lines.
     """
 
     lines: int
@@ -66,7 +67,7 @@ class PlanShape(Struct, frozen=True):
     def arrays(self, plan: mx.array, memory: PassMemory) -> tuple[mx.array, RaggedArrays]:
         """Divides the int32 array `plan` into the token ids [T] and the other arrays of the pass.
 
-        A negative id stands for a token in flight.
+        A negative id refers to a token in flight.
         """
         sizes = [self.lines] * 5 + [self.wanted]
         sizes += [self.capacity(tiles) * ITEM for tiles in self.tiles]

@@ -62,8 +62,8 @@ def ends_part(layer: int) -> bool:
 class RaggedBatch(WithoutImages):
     """A ForwardBatch whose arrays belong to one compiled pass.
 
-    If the pass may have chunks of prompts, `parts` gets the last array of each part of the pass, in
-    order.
+    If the pass may have chunks of prompts, it can be submitted in parts: `parts` gets the last
+    array of each part, in order.
     """
 
     logits = True
@@ -138,7 +138,8 @@ class RaggedBatch(WithoutImages):
         """Rotates by `rope`, if given, writes all keys and values of the layer, and attends.
 
         If all spans are single lines, one kernel does all of this. Otherwise a first kernel rotates
-        and writes; the attention uses the queries that this kernel returns, so it runs after it.
+        and writes. The attention uses the queries that this kernel returns, so it runs after the
+        write.
         """
         pools, shape = self._pool.arrays[layer], self._pool.shape
         if shape.quantised:
@@ -194,7 +195,7 @@ class RaggedBatch(WithoutImages):
         return None if q is None else self._read_latents(q, pool, attention).reshape(1, -1)
 
     def _read_latents(self, q: mx.array, pool: mx.array, attention: LatentLayer) -> mx.array:
-        """Returns the attention [T, H, rank] of queries [T, H, line] over latents in the pool."""
+        """Returns the attention [T, H, rank] of queries [T, H, dim] over latents in the pool."""
         _, count, size = q.shape
         rank = attention.heads.rank
         plan = self._arrays.plans[ragged_latents.tile_shape(count, size, rank)]
@@ -328,7 +329,11 @@ def attention_of(model: Model, dtype: mx.Dtype, *, quantised: bool = False) -> A
 def tile_shape(
     q: mx.array, v: mx.array, *, chunks: bool = False, quantised: bool = False
 ) -> TileShape:
-    """Returns the shape of the tiles of queries [T, H, D] over values [T, KV, D]."""
+    """Returns the shape of the tiles of queries [T, H, D] over values [T, KV, D].
+
+    `chunks`: the pass may have chunks of prompts. `quantised`: keys and values are stored as 8-bit
+    integers.
+    """
     return ragged_attention.tile_shape(
         q.shape[1], v.shape[1], v.shape[2], chunks=chunks, quantised=quantised
     )

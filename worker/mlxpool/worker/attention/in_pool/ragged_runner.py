@@ -58,10 +58,10 @@ class DecodingRows(Struct):
     """The common state of passes over the same `spans`, all single tokens with logits.
 
     `lines` [R]: each row's line in the block tables. `seen`: the tokens that the spans see; a pass
-    that only increments `counting` leaves `seen.ends` as it is. `numbers`: the numbers that
+    that only increments `counting` does not update `seen.ends`. `numbers`: the numbers that
     describe the newest pass. `counting`: the parts of `numbers` that count tokens, and so grow by 1
-    in each pass. `bounds` [R]: the number of tokens that fill all blocks of each row; in the next
-    `left` passes no row gets more tokens than that. The state is valid while `changes` equals the
+    in each pass. `bounds` [R]: the capacity of each row's blocks, in tokens. `left`: the number of
+    further passes in which no row exceeds its bound. The state is valid while `changes` equals the
     store's `changes`; before the second pass `changes` is -1.
     """
 
@@ -118,7 +118,8 @@ class RaggedRunner:
         """`lines`: the possible numbers of lines of a pass, up to the pool's chunk.
 
         `uploads`: sends the index arrays of a pass to the device; None: MLX copies these arrays.
-        `keeps_states`, `keeps_drawn`: see Layout; at most one of them is True.
+        `keeps_states`: passes return the states of all inputs. `keeps_drawn`: passes return the
+        states of their logits. At most one of the two is True.
         """
         self._model, self._pool, self._rows, self._uploads = model, pool, rows, uploads
         self._keeps_states, self._keeps_drawn = keeps_states, keeps_drawn
@@ -178,7 +179,7 @@ class RaggedRunner:
         drawn: mx.array | None,
         wanted: Sequence[int],
     ) -> PassOutput:
-        """Builds a pass, see Layout.step.
+        """Builds one pass over the inputs `ids` [T] and advances the rows; see Layout.step.
 
         If `spans` is the same object as in the previous pass, it must still contain the same spans.
         """
@@ -246,8 +247,9 @@ class RaggedRunner:
     def _count_on(self, decoding: DecodingRows) -> mx.array | None:
         """Increments by 1 those numbers of the previous pass that count tokens.
 
-        Returns an array whose value is 0, which the pass must use so that it runs after changed
-        block tables are copied. Returns None if no entry of the tables has changed.
+        Also sends changed entries of the block tables to the device. Returns an array with the
+        value 0, which the caller adds to the pass's numbers, so that the pass runs after this copy.
+        Returns None if no entry has changed.
         """
         for part in decoding.counting:
             part += 1
@@ -272,8 +274,9 @@ class RaggedRunner:
     def _number_again(self, decoding: DecodingRows, ids: Ids) -> mx.array | None:
         """Writes all numbers that describe one more pass over the same rows, changed or not.
 
-        Returns an array whose value is 0, which the pass must use so that it runs after changed
-        block tables are copied. Returns None if no entry of the tables has changed.
+        Also sends changed entries of the block tables to the device. Returns an array with the
+        value 0, which the caller adds to the pass's numbers, so that the pass runs after this copy.
+        Returns None if no entry has changed.
         """
         rows, shape, lines, numbers = (
             decoding.rows,
@@ -304,9 +307,10 @@ class RaggedRunner:
     ) -> list[mx.array]:
         """Returns the arrays of a pass's results.
 
-        `plan`: the numbers that describe the pass. `written`: the array on which the pass must
-        depend, if any. If no token is in flight (`drawn` is None), a pass over chunks is submitted
-        part by part, so that the device is not idle while the host builds the pass.
+        `plan`: the numbers that describe the pass. `written`: an array with the value 0, on which
+        the pass must depend; None: no such array. If no token is in flight (`drawn` is None), a
+        pass over chunks is submitted part by part, so that the device is not idle while the host
+        builds the pass.
         """
         single = shape.single and choice.serves(shape.lines)
         if self._one_kernel is not None and (single or shape.follow):
@@ -383,10 +387,11 @@ class RaggedRunner:
         ids: Ids,
         wanted: Sequence[int],
     ) -> mx.array | None:
-        """Writes the numbers that describe a pass, in the order of PlanShape.arrays.
+        """Writes a pass's ids, positions, slots and work lists, in the order of PlanShape.arrays.
 
-        Returns an array whose value is 0, which the pass must use so that it runs after changed
-        block tables are copied. Returns None if no entry of the tables has changed.
+        Also sends changed entries of the block tables to the device. Returns an array with the
+        value 0, which the caller adds to the pass's numbers, so that the pass runs after this copy.
+        Returns None if no entry has changed.
         """
         lines = self._tables.lines_of(rows)
         written = self._tables.update(rows, lines)
@@ -443,11 +448,13 @@ class RaggedRunner:
     def _one_pass(
         self, shape: PlanShape, plan: mx.array, drawn: mx.array
     ) -> tuple[list[mx.array], list[mx.array]]:
-        """Returns the results of a pass, and the last array of each part.
+        """Returns the results of a pass, and the last array of each part of the pass.
 
-        If no span gives hidden states, the result is logits [wanted, vocabulary]. Otherwise the
-        results are hidden states [wanted, d] and, if any span wants logits, its logits. Kept states
-        follow: the states of the logits, or the states [T, d] of all lines.
+        A pass over chunks of prompts can be submitted part by part. Without wanted hidden states,
+        the first result is logits [E, vocabulary]. Otherwise it is the wanted hidden states [E, d],
+        and the logits follow, if any span wants logits. The last result is the states that the
+        runner keeps: with `keeps_states` the states [T, d] of all lines. With `keeps_drawn`, if no
+        span wants hidden states, it is the states [E, d] of the logits.
         """
         ids, arrays = shape.arrays(plan, self._memory)
         ids = known_tokens(ids, drawn)
@@ -480,7 +487,7 @@ def in_order(
 
 
 def begin(parts: Sequence[mx.array]) -> None:
-    """Submits the parts of a pass to the device, one after the other.
+    """Submits a pass to the device in parts, given by their last arrays, one after the other.
 
     Otherwise MLX would submit a hundred kernels at a time. For a small model the host takes as long
     to build a hundred kernels as the device to compute them, and meanwhile the device would be

@@ -1,4 +1,4 @@
-"""The blocks of slabs that a pass reads, and the places at which it writes new tokens."""
+"""The blocks of slabs that a pass reads, and the positions of the new tokens that it writes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class SlabAccess(Struct, frozen=True):
 
 
 class SlabTokens(Struct, frozen=True):
-    """The blocks of rows in one slab, and the places of the rows' new tokens in the slab.
+    """The blocks of rows in one slab, and the positions of the rows' new tokens in the slab.
 
-    `blocks` has three numbers for each block: the number of its row, how many of its tokens the
-    row's first query sees (0 or less: none), and how many the row's last query sees. `writes` has
-    two numbers for each new token: its number among the new tokens of all rows, and its number in
-    the slab.
+    `blocks` has three numbers for each block: the number of its row, the number of its tokens that
+    the row's first query sees (0 or less: none), and the number that the row's last query sees.
+    `writes` has two numbers for each new token: its index among the new tokens of all rows, and its
+    index in the slab.
     """
 
     blocks: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -94,10 +94,11 @@ def _slab_access(
     writes: list[tuple[int, int]],
     nobody: tuple[int, int, int],
 ) -> SlabAccess:
-    """Returns the access to one slab.
+    """Returns a pass's reads and writes in one slab.
 
-    The pass reads a range of blocks, or a list of blocks if most blocks of the range are not in
-    `owned`.
+    `owned`, `writes`: the fields of the slab's SlabTokens. `nobody`: the entry for other blocks.
+    The pass reads the whole range of blocks. If most blocks of the range are not in `owned`, it
+    reads a list of blocks instead.
     """
     first, last = min(owned), max(owned) + 1
     listed = 2 * len(owned) < last - first

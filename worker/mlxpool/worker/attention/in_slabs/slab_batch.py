@@ -22,7 +22,11 @@ from mlxpool.worker.kernels.score_params import ScoreParams
 
 
 class Together(Struct, frozen=True):
-    """Spans that attend together; `select` picks their tokens `lines` from all tokens of a pass."""
+    """Spans that attend together.
+
+    `lines`: the numbers of the spans' tokens in the pass. `select`: selects these tokens of an
+    array of all tokens.
+    """
 
     reader: SlabReader
     lines: Sequence[int]
@@ -76,8 +80,8 @@ class SlabRowBatch(RowBatch):
     ) -> Callable[[mx.array], mx.array]:
         """Returns a function that puts the outputs of attention into the order of `lines`.
 
-        It gets first the outputs of the groups of spans that attend together, then the outputs of
-        the spans `apart`, which attend alone.
+        The function's argument has first the outputs of the groups of spans that attend together,
+        then the outputs of the spans `apart`, which attend alone.
         """
         lines_made = [line for group in self._together for line in group.lines]
         lines_made += [line for queries in apart for line in range(queries.first, queries.end)]
@@ -105,7 +109,7 @@ class SlabRowBatch(RowBatch):
         return self._last_order(out) if last else self._order(out)
 
     def _write(self, layer: int, new: Sequence[mx.array]) -> Mapping[int, Arrays]:
-        """Writes new [T, heads, size] into the rows; returns stored arrays by span, see RowBatch.
+        """Writes new arrays [T, heads, size] into the rows; returns stored arrays by span.
 
         The result has only the spans that attend alone.
         """

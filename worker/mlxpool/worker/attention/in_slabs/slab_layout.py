@@ -58,7 +58,10 @@ class SlabLayout(Layout):
         self.read_bytes = shape.dequantised_bytes(read)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
-        """Returns the bytes that `rows` do not use, of `whole`; free blocks count as used."""
+        """Returns the bytes that `rows` do not use, of a capacity of `whole` bytes.
+
+        Free blocks of slabs count as used.
+        """
         return min(super().left(rows, whole), whole + self.spare - self.slabs.nbytes)
 
     def kv_bytes(self, rows: Iterable[CacheRow]) -> tuple[int, int]:

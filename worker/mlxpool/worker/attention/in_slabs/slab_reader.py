@@ -1,8 +1,8 @@
-"""Attention over slabs: all rows attend together, each with one or a few new tokens.
+"""Attention over slabs, arrays with KV blocks of several rows: all rows attend together.
 
-Queries attend to each block by itself, so that only the last block of a row is padded. After that,
-the blocks of a row are combined by their softmax weights. Rows with fewer new tokens than others
-are padded.
+Each row has one or a few new tokens. Queries attend to each block by itself, so that only the last
+block of a row is padded. After that, the blocks of a row are combined by their softmax weights.
+Rows with fewer new tokens than others are padded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ MASKED_SCORE = -1e30  # finite, so that fully masked blocks give no NaN
 
 
 class SlabPart(Struct, frozen=True):
-    """The arrays of a SlabAccess: B blocks of `width` tokens, W new tokens."""
+    """The blocks that a pass reads in one slab, and the new tokens that it writes there.
+
+    The pass reads the first `width` tokens of B blocks. Each row has at most L new tokens; W of the
+    new tokens of all rows are written to this slab.
+    """
 
     first: int
     last: int
@@ -37,7 +41,7 @@ class SlabPart(Struct, frozen=True):
     places: mx.array | None  # [W] token numbers in the slab of written tokens; None: no write
 
     def write(self, held: Arrays, new: Arrays) -> None:
-        """Writes new [KV, T, size] into a layer's stored arrays."""
+        """Writes new arrays [KV, T, size] into a layer's stored arrays."""
         if self.places is None:
             return
         for array, some in zip(held, new, strict=True):
@@ -135,7 +139,7 @@ def _arrays(access: SlabAccess) -> list[mx.array]:
 
 
 class SlabReader:
-    """Writes T new tokens of R rows, at most L of each row, and attends with them."""
+    """Writes T new tokens of R rows, at most L of each row, and attends with these tokens."""
 
     def __init__(
         self,
@@ -146,9 +150,10 @@ class SlabReader:
         arrays: Sequence[Sequence[mx.array]],
         slabs: Sequence[list[Arrays]],
     ) -> None:
-        """`counts`: the number of new tokens of each row. For other parameters see SlabStep.
+        """`counts`: the number of new tokens of each row.
 
-        `slabs`: for each slab, the stored arrays of each layer.
+        `simple`, `constants` and `arrays`: the fields of the pass's SlabStep. `slabs`: for each
+        slab, the stored arrays of each layer.
         """
         self._shape, self._slabs = shape, slabs
         self._rows, self._lines = len(counts), max(counts)
@@ -193,9 +198,9 @@ class SlabReader:
     ) -> mx.array:
         """Returns the outputs [T, H, V] of queries q [T, H, D].
 
-        Each query sees its row's tokens up to its own token. Stored arrays are read after `before`
-        is computed, see RowShape.held_after; if it is None, after q. Raises NotImplementedError for
-        sinks.
+        Each query sees its row's tokens up to its own token. The stored arrays are read after
+        `before` (None: after q) is computed, see RowShape.held_after. Raises NotImplementedError
+        for sinks.
         """
         if scores.sinks is not None:
             raise NotImplementedError("no known model has sinks and no windows")

@@ -56,7 +56,7 @@ class Slab(Struct, eq=False):
 
 
 class Slabs:
-    """The slabs of a model. A slab has `limit` blocks."""
+    """The slabs of a model. A slab has `limit` blocks, at least one."""
 
     def __init__(self, shape: RowShape, limit: int = SLAB_BLOCKS) -> None:
         self.shape = shape
@@ -142,7 +142,7 @@ class SlabRow(Struct, eq=False):
         return tuple(_joined(list(side)) for side in zip(*pieces, strict=True))
 
     def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:
-        """Copies parts into an empty row, see RowCache.put."""
+        """Copies `parts`, which `part` returned, into an empty row for `capacity` tokens."""
         assert self.offset == 0, "only an empty row is filled"
         start = 0
         for stored in parts:

@@ -1,6 +1,6 @@
 """Drafts of a model's own head (MTP): the common base, and the drafts of a head without a cache.
 
-For a head whose layer reads earlier tokens see prediction_rows.py.
+prediction_rows.py is for a head whose layer reads earlier tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOST_ROWS = 2  # the most rows for which NumPy, row by row, is faster than a com
 class HeadDrafts(ABC):
     """The base of drafts by a model's own head; implements speculation.mtp.Predictor.
 
-    Used by the engine and the compute thread alone.
+    Only the engine and the compute thread use it.
     """
 
     def __init__(self) -> None:
@@ -51,9 +51,9 @@ class HeadDrafts(ABC):
 
     @abstractmethod
     def most_states(self, rows: int, drafts: int) -> int:
-        """Returns the most states that are stored for `rows` sequences.
+        """Returns the most hidden states that are stored for `rows` sequences together.
 
-        `drafts`: the most drafts that these sequences check together in one pass.
+        `drafts`: the most drafts that one pass checks, in all its sequences together.
         """
 
     @abstractmethod
@@ -63,8 +63,8 @@ class HeadDrafts(ABC):
     def drafts(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
         """Returns drafts of each ready sequence, `depths[seq]` drafts for `seq`.
 
-        No pass may be in flight. If the head's pass fails, returns no drafts; but raises the pass's
-        error if the device no longer computes.
+        No pass may be in flight. If the head's pass fails, returns no drafts. If the device no
+        longer computes, raises the error of the pass instead.
         """
         ready = {seq: depth for seq, depth in depths.items() if depth > 0 and self._prepared(seq)}
         if not ready:
@@ -147,7 +147,7 @@ class StateDrafts(HeadDrafts):
         return rows + drafts
 
     def take(self, asking: Many[Span], states: mx.array, *, again: bool = False) -> None:
-        """Stores the states [E, d] from which the spans of a pass draw their tokens, in order.
+        """Stores the states [E, d] from which a pass draws its tokens, in the order of its spans.
 
         `states` may have further lines, which are not used. `again`: the pass has the same
         sequences as the previous pass. The previous states are then dropped without any work for

@@ -1,4 +1,4 @@
-"""Makes drafts with a model's MTP head whose layer has a KV cache; keeps its keys and values.
+"""Drafts of an MTP head whose layer has a KV cache, and the head's keys and values.
 
 The head has a row for each sequence. Entry i of the row belongs to input `first` + i of the
 sequence. The head computes an entry from the input's state, which a pass of the model gave, and the
@@ -136,7 +136,11 @@ class Predictions(HeadDrafts):
         row.waiting.append(_States(span.start, span.count, states, line))
 
     def _read(self, counts: Mapping[Sequence, int]) -> list[mx.array]:
-        """Lets the head read the first `counts` waiting states; returns the written arrays."""
+        """Computes the head's keys and values from the first `counts` waiting states.
+
+        `counts`: the number of states of each sequence. Returns the arrays of the head's rows,
+        which the caller has to evaluate.
+        """
         spans = self._spans(counts)
         tokens, states = self._inputs(counts)
         batch = RowBatch(spans, [])
@@ -145,7 +149,7 @@ class Predictions(HeadDrafts):
         return [array for span in spans for array in span.row.arrays()]
 
     def _compact(self, rows: Iterable[_Row], states: mx.array, lines: int) -> list[mx.array]:
-        """Copies those of a pass's `states` that still wait for the head into a smaller array.
+        """Copies the states of a pass that still wait for the head into a smaller array.
 
         Returns the array to evaluate: the copy, `states` itself if all its `lines` lines wait, or
         no array if none waits.
@@ -168,7 +172,7 @@ class Predictions(HeadDrafts):
     def _inputs(self, counts: Mapping[Sequence, int]) -> tuple[mx.array, mx.array]:
         """Removes the first `counts` waiting states; returns tokens [T] and these states [T, d].
 
-        Each token follows the input of its state.
+        `counts`: the number of states of each sequence. Each token follows the input of its state.
         """
         tokens: list[int] = []
         states: list[mx.array] = []

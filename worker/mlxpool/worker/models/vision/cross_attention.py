@@ -93,7 +93,7 @@ class _CrossAttention:
 
 
 class ImageKeysValues:
-    """Computes from an image's states [n, d] its keys and values [KV, n, D] in one layer."""
+    """Computes the keys and values [KV, n, D] of one layer from an image's states [n, d]."""
 
     def __init__(self, spec: CrossAttentionLayer, builder: LayerBuilder, name: str) -> None:
         self.heads = spec.heads

@@ -83,7 +83,7 @@ def is_part(name: str) -> bool:
 
 
 def _is_unused(name: str) -> bool:
-    """Returns whether the image encoder does not use a tensor."""
+    """Returns True for a stored tensor that the image encoder does not use."""
     return not is_part(name) or without_prefix(name, PREFIXES).startswith(siglip.UNUSED)
 
 

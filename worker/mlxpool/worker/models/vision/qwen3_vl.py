@@ -1,6 +1,7 @@
 """The image encoder of Qwen3-VL: patches of any grid, with RoPE over rows and columns.
 
-The patches of one input are adjacent. Learned positions of a square are interpolated to the grid.
+An input is one token of the text part: a square of merge * merge patches, which are adjacent in the
+encoder's arrays. The position embeddings of a learned square are interpolated to the grid.
 Checkpoints store a convolution over two frames; both frames of an image are equal, so the weights
 of the frames are summed.
 """
@@ -75,10 +76,10 @@ def _patch_weights(stored: str, spec: TensorSpec) -> DerivedWeights:
 
 
 class QwenTower(Struct, frozen=True):
-    """The hyperparameters of the encoder; its tensors begin with `visual.`.
+    """The hyperparameters of the encoder, whose tensor names begin with `visual.`.
 
-    `side`: learned positions per side of the square. `deep`: layers whose outputs also go to the
-    text part.
+    `side`: learned positions per side of the square. `deep`: indices of the layers whose outputs
+    also go to the text part.
     """
 
     hidden: int
@@ -140,7 +141,7 @@ class QwenTower(Struct, frozen=True):
 
     @property
     def merged(self) -> int:
-        """The size of the concatenated patches of one input."""
+        """The number of values in the concatenated hidden states of one input's patches."""
         return self.hidden * self.merge**2
 
     def shapes(self) -> WeightShapes:
@@ -175,7 +176,8 @@ class QwenTower(Struct, frozen=True):
 class Tower:
     """Encodes an image: pixels [height, width, 3] to features [1 + D, count, out].
 
-    `count` is the number of the image's inputs, D the number of layers in `deep`.
+    `count` is the number of inputs that the image takes in the text part. D is the number of layers
+    in `deep`.
     """
 
     def __init__(self, spec: QwenTower, builder: LayerBuilder) -> None:
@@ -229,7 +231,10 @@ class Tower:
 def patch_places(
     grid: tuple[int, int, int], merge: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Returns rows and columns [n] of the patches; the patches of one input are adjacent."""
+    """Returns the row and the column of each patch, [n] each, in the encoder's order of patches.
+
+    The merge * merge patches of one input are adjacent.
+    """
     shape = (grid[1] // merge, merge, grid[2] // merge, merge)
     rows, columns = np.mgrid[0 : grid[1], 0 : grid[2]]
     row, column = (axis.reshape(shape).transpose(0, 2, 1, 3).ravel() for axis in (rows, columns))
@@ -239,9 +244,9 @@ def patch_places(
 def _taps(
     places: npt.NDArray[Any], size: int, side: int
 ) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-    """Returns the two nearest of `side` learned points for each place, with their weights.
+    """Returns the two nearest of `side` learned points for each patch, with their weights.
 
-    `places` are indices on an axis of `size` patches.
+    `places`: the indices of the patches on an axis of `size` patches.
     """
     at = places.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
     floor = np.floor(at)
@@ -303,7 +308,7 @@ def _turned(x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
 class _Merger:
     """Merges adjacent patches [n, hidden] into inputs [n / merge², out].
 
-    `before`: each patch is normalised alone, before the merge.
+    `before`: normalises each patch before the merge, instead of each group of merged patches.
     """
 
     def __init__(self, spec: QwenTower, builder: LayerBuilder, name: str, *, before: bool) -> None:

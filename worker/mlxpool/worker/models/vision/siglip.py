@@ -24,7 +24,7 @@ UNUSED = "vision_tower.head."  # pools a whole image; language models do not use
 
 
 class Siglip(Struct, frozen=True):
-    """The hyperparameters of the encoder; its tensors begin with `vision_tower.`."""
+    """The hyperparameters of the encoder, whose tensor names begin with `vision_tower.`."""
 
     hidden: int
     width: int  # width of the feed-forward

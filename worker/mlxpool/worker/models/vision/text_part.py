@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class WithTextPart:
-    """Implements model_plan.Model with a text part; a subclass adds `encode_image`."""
+    """A base class of models that read images; calls of model_plan.Model go to the text part.
+
+    A subclass adds `encode_image`.
+    """
 
     def __init__(self, text: Model) -> None:
         self.text = text

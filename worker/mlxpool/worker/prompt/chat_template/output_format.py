@@ -53,7 +53,7 @@ def opens_thinking(prompt: str) -> bool:
 def variables(think: bool | str | None, source: str) -> Mapping[str, Any]:
     """Returns the template variables for the request's `think`.
 
-    `think` may name a level; for a template without levels, a level counts as true. Raises
+    `think` may name a level; for a template without levels, a level means true. Raises
     BadRequest if `think` is false and the template cannot leave thoughts out.
     """
     if think is None:

@@ -108,7 +108,7 @@ class _NoConstantFolding(CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of one template."""
+    """The sandboxed jinja2 environment in which one template is compiled and rendered."""
 
     code_generator_class = _NoConstantFolding
 

@@ -171,7 +171,7 @@ def _rope_scaling(fields: Fields) -> Config | None:
 
 
 def llama3_scaling(fields: Fields, factors: Sequence[float], config: Config) -> Config:
-    """Returns Llama 3's RoPE scaling for these factors of wavelengths, one for each pair.
+    """Returns Llama 3's RoPE scaling for these factors of wavelengths, one for each RoPE pair.
 
     llama.cpp stores only the factors, as a tensor. All other parameters of the scaling have been
     the same in all releases. Raises ModelLoadFailed if these parameters give other factors.

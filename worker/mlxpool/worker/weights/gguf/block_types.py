@@ -19,7 +19,7 @@ GROUP = 32
 class BlockType(Struct, frozen=True):
     """A type of GGUF's tensors: a block has `numbers` numbers in `nbytes` bytes.
 
-    `dtype`: the dtype of a type of floats. `layout`: the MLX layout of a quantised type.
+    `dtype`: the dtype of an unquantised type. `layout`: the MLX layout of a quantised type.
     """
 
     name: str

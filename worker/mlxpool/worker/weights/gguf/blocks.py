@@ -116,7 +116,7 @@ def _halves(data: Bytes) -> Bytes:
 
 
 def _fifth_bits(data: Bytes) -> Bytes:
-    """Returns the bits of bytes [n, 4] as 32 numbers, 0 or 16."""
+    """Returns the bits of bytes [n, 4] as numbers [n, 32]: 16 for a set bit, else 0."""
     return np.unpackbits(data, axis=1, bitorder="little") << _FOUR
 
 

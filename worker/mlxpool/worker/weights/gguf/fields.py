@@ -32,7 +32,7 @@ class Fields:
         return str(self._checked(key, self.find(key), str, "a text"))
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Returns a key's integer; a list of equal integers counts as this integer."""
+        """Returns a key's integer; a list of equal integers is read as this integer."""
         stored = self.find(key)
         if isinstance(stored, list) and stored and all(item == stored[0] for item in stored):
             stored = stored[0]

@@ -1,8 +1,8 @@
 """Opens GGUF files as the files of a model. No MLX.
 
-The small files of other checkpoints (config.json, tokenizer.json, ...) are made from the metadata.
-These are kept in the user's cache folder, by the digest of the headers, because the processes that
-prepare texts open files by path.
+The small files that other checkpoints have (config.json, tokenizer.json, ...) are made from the
+metadata. These files are kept in the user's cache folder, by the digest of the headers, because the
+processes that prepare texts open files by path.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def _known(left: str, right: str, ids: Mapping[str, int]) -> bool:
 
 
 def _merges(ranked: Iterable[str], known: set[str]) -> Iterator[list[str]]:
-    """Yields the pairs of known pieces that can be merged to each piece, best piece first.
+    """For each ranked piece, best first, yields the pairs of known pieces that merge into it.
 
     The order of a piece's pairs does not matter: a text has only one pair at a position.
     """
