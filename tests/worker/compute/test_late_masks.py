@@ -70,7 +70,7 @@ def loaded() -> LoadedModel:
 def withdrawn(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
     """Makes every mask in another thread.
 
-    Returns a list that gets each sequence taken out of a pass to read its last input again.
+    Returns a list. It gets each sequence that leaves a pass and then reads its last input again.
     """
     sequences: list[Sequence] = []
     true = ModelEngine.withdraw

@@ -217,7 +217,7 @@ def test_tokens_that_are_given_back_were_never_taken(monkeypatch: pytest.MonkeyP
 
 
 def test_masks_of_answers_that_ended_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask begun for a token that ends its answer is never used; its memory is freed."""
+    """A mask for the position after an answer's last token is never used; its memory is freed."""
     rows, maker = quick_rows(monkeypatch)
     (table,) = maker._free
     left = weakref.ref(rows[0])

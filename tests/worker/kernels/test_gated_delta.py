@@ -47,7 +47,8 @@ runs = pytest.mark.usefixtures("machine")
 class TestSpan:
     """A span of `count` tokens that begins with a stored state or, by default, with zeros.
 
-    The state is number `index` of array `source`. `every`: the state after each token is written.
+    The state is number `index` of array `source`. `every`: the kernel stores the state after each
+    token.
     """
 
     __test__ = False

@@ -99,7 +99,7 @@ def test_every_line_has_one_tile_with_all_parts(
 
 
 def test_a_list_of_few_spans_is_short() -> None:
-    """A thread block starts for each item, so a long pass with few spans needs few items."""
+    """The list of a long pass with few spans is short: each item starts a thread block."""
     shape = TileShape(4, 8, 128)
     assert capacity_of(shape, 1024) == 1024 + EXTRA_ITEMS
     assert capacity_of(shape, 1024, 128) == 128 + 32 + 1 + EXTRA_ITEMS

@@ -143,7 +143,7 @@ def test_a_released_checkpoint_has_the_same_head(form: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", EVERY)
 def test_a_head_is_read_only_if_it_is_asked_for(family: str, tmp_path: Path) -> None:
-    """A head changes neither the digest nor the caches of a folder, only its weight bytes."""
+    """Reading the head changes neither a model's digest nor its caches, only its weight bytes."""
     path = write_checkpoint(tmp_path, weights=converted(weights_with_head(family)), **EVERY[family])
     without, whole = inspect(path), inspect(path, predicts=True)
     assert whole.plan.predicts and not without.plan.predicts

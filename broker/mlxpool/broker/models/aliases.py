@@ -99,7 +99,7 @@ class Names:
     def alias(self, name: str) -> str | None:
         """Returns the first other name whose workers can serve `name`; None without one.
 
-        Aliases, which run under another name, are skipped.
+        A name that is an alias itself has no workers, and is skipped.
         """
         for other, known in self.known.items():
             if other != name and known.model == other and self.are_aliases(name, other):

@@ -100,8 +100,8 @@ def stop_in(text: str, result: Result, stops: Sequence[str]) -> str | None:
     """Returns the stop sequence that ended an answer.
 
     `text`: the decoded token ids of the answer, which still contain the stop sequence. Of several
-    sequences at the same position, the shortest ended the answer. White space at the beginning is
-    not compared, because tokenizers may leave it out.
+    sequences at the same position, the shortest ended the answer. White space at the
+    beginning of the answer is ignored, because tokenizers may leave it out.
     """
     rest = text.lstrip()[len(result.text.lstrip()) :]
     return min((stop for stop in stops if rest.startswith(stop)), key=len, default=None)

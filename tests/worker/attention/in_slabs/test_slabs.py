@@ -141,8 +141,8 @@ def test_a_range_of_blocks_is_read_unless_most_are_of_other_rows() -> None:
 def test_several_new_tokens_of_a_row_are_written_in_order_and_seen_from_their_own_on() -> None:
     """Tests how 3 and 2 new tokens, of two rows in one slab, are described for attention.
 
-    For each block, `fill` is the number of the block's tokens to which the first new token of the
-    block's row attends.
+    `fill` has a number for each block: the tokens of the block to which the row's first new token
+    attends.
     """
     slabs = Slabs(SHAPE)
     rows = [SlabRow(slabs) for _ in range(3)]

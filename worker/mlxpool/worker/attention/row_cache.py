@@ -230,7 +230,7 @@ class StateLayer:
     def trim(self, offset: int, to: int) -> None:
         """Restores the state after the first `to` tokens of a row of `offset` tokens.
 
-        `to` must be 0, or one of the newest ROLLBACK_STEPS lengths before a step. For a step that
+        `to` must be 0, or the row's length before one of the newest ROLLBACK_STEPS steps. If a step
         checked drafts, the lengths before each of its tokens are possible, too.
         """
         if to == 0:

@@ -105,7 +105,9 @@ class Parts(Struct, frozen=True):
 
 
 class Warmed(Struct, frozen=True):
-    """The bounds of passes that the warm-up has chosen; the memory budget has the measured sizes.
+    """The bounds of passes that the warm-up has chosen.
+
+    The memory that it measured is in the memory budget.
 
     `seconds`: the target for the time of a pass while sequences decode. `long_passes`: a pass
     without decoding rows may have twice as many inputs as a pass with such rows.

@@ -66,7 +66,7 @@ class LatentProjections(Protocol):
         """Returns True if decompressing is cheaper for the last `count` of `length` tokens."""
 
     def absorb(self, q: mx.array) -> mx.array:
-        """Returns queries [T, H, dim] with the latents as their keys, made from q [T, H, D]."""
+        """Converts queries q [T, H, D] to queries [T, H, dim] whose keys are the latents."""
 
     def absorb_and_rotate(self, q: mx.array, turns: RopeTables) -> mx.array | None:
         """Rotates the last numbers of queries by `turns`, then absorbs the queries.
@@ -129,7 +129,7 @@ class LatentToken(Protocol):
     def __call__(self, x: LinearInput) -> mx.array: ...
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """Returns `residual` plus the projected outputs x; None if no kernel can do both."""
+        """Returns `residual` plus the projection of x; None if no kernel computes both."""
 
 
 class ForwardBatch(Protocol):

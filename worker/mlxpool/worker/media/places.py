@@ -2,8 +2,9 @@
 
 A text has one slot token for each image: a placeholder, which the tokenizer keeps as one id.
 `with_images` replaces this id by the inputs of the image. A request has images only at the
-positions that it names. So a slot token or a template's marker that a user has written is plain
-text in the content of a message (see `literals`), and an error elsewhere.
+positions that it names. A user may also write a slot token, or the marker of an image in chat
+templates. In the content of a message these are plain text (see `literals`); in a prompt they are
+an error.
 """
 
 from __future__ import annotations

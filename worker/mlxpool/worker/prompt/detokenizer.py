@@ -87,7 +87,7 @@ def _whole_text(piece: bytes) -> str | None:
 
 
 class Detokenizer:
-    """The text of one completion, released as T grows.
+    """Converts the tokens of one completion to text, which is released as soon as it is final.
 
     The text ends before the first stop string. The first complete stop string wins; if several are
     complete at the same character, the longest wins. So the end depends only on the text, neither

@@ -235,7 +235,7 @@ class SqlStore(Closing):
 
 
 def _claim(operation: Operation) -> tuple[str, int]:
-    """Returns the owner of an operation, and the bytes that it adds, rows included."""
+    """Returns the owner of an operation, and the bytes that it adds, ROW_BYTES for each row."""
     if isinstance(operation, of_batches.AddLines):
         owner = operation.jobs[0].scope.owner if operation.jobs else ""
         return owner, operation.size + len(operation.jobs) * ROW_BYTES
