@@ -121,8 +121,8 @@ class StateDrafts(HeadDrafts):
     One compiled pass gives the drafts of all rows. It computes the same number of drafts for each
     row, the greatest that a row wants. Its number of rows is a power of two. On a CPU the drafts of
     few rows need no compiled pass, see host_head.py. On a GPU the compilation of a new kind of pass
-    takes some 0.15 s. So on a GPU every pass computes the greatest possible number of drafts, and a pass for each
-    number of rows is compiled at load.
+    takes some 0.15 s. So on a GPU every pass computes the greatest possible number of drafts, and a
+    pass for each number of rows is compiled at load.
     """
 
     def __init__(self, head: Prediction) -> None:
