@@ -349,3 +349,16 @@ def test_few_blocks_multiply_all_units_of_quantised_experts(
     expert_products.few_layout.cache_clear()
     check_mixture(experts, tokens, skewed=False, shared=False)
     expert_products.few_layout.cache_clear()
+
+
+@pytest.mark.parametrize("packed", [MXFP4, EIGHT], ids=["mxfp4", "8 bits"])
+def test_few_blocks_multiply_quantised_experts_with_a_part_of_a_stage(
+    packed: PackedFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread block computes many units, whose rows have fewer fragments in their last stage."""
+    experts = Experts(THREE, 7 * expert_products.COLUMNS, 128, mx.bfloat16, packed)
+    monkeypatch.setattr(expert_products, "MULTIPROCESSORS", 1)
+    for tokens, sets in ((33, 4), (135, 16)):
+        layout = expert_products.packed_layout(sets, experts.hidden, packed)
+        assert 7 % layout.wide and layout.wide % layout.deep == 0
+        check_mixture(experts, tokens, skewed=sets == 16, shared=False)
