@@ -83,9 +83,10 @@ def error_of_exit(
             f"format: it was not compiled with {GRAMMAR_SECONDS:g} s of processor time and"
             f" {GRAMMAR_MEMORY} bytes of memory: make it simpler"
         )
-    if code == -signal.SIGALRM:
+    if code == -signal.SIGXCPU:
         return BadRequest(
-            f"the chat template was not done after {limits.render:g} s: it was stopped"
+            f"the chat template was not done after {limits.render:g} s of processor time: it was"
+            " stopped"
         )
     if code == -signal.SIGPROF:
         return BadRequest(

@@ -1,20 +1,21 @@
 """A lane: a child process of the fork server that performs jobs, one after the other.
 
-If a job takes too long, the default action of a timer's signal ends the lane, even inside native
-code. SIGALRM is for a chat template, SIGPROF (processor time) for the tokenizer, and SIGVTALRM
-(processor time) for a request's images or its format. If a template or an image needs too much
-memory, an exception is raised. If a tokenizer or a format needs too much memory, SIGABRT ends the
-lane.
+If a job takes too much processor time, the default action of a signal ends the lane, even inside
+native code: SIGXCPU for a chat template, SIGPROF for the tokenizer, and SIGVTALRM for a request's
+images or its format. If a template or an image needs too much memory, an exception is raised. If a
+tokenizer or a format needs too much memory, SIGABRT ends the lane.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,7 +112,7 @@ class Bounds:
         """
         with (
             _memory_limit(self._base + MAX_MEMORY),
-            _timer(signal.ITIMER_REAL, self._limits.render),
+            _processor_limit(self._limits.render),
             _timer(signal.ITIMER_PROF, SHORT_TIME),
         ):
             yield
@@ -245,6 +246,20 @@ def _timer(which: int, seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(which, 0)
+
+
+@contextmanager
+def _processor_limit(seconds: float) -> Iterator[None]:
+    """Limits the processor time of the `with` block; the limit is rounded up to whole seconds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = math.ceil(time.process_time() + seconds)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
 @contextmanager

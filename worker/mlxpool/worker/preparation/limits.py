@@ -21,7 +21,7 @@ BYTES_PER_SECOND = 100_000  # characters of text per second; every tokenizer is 
 class Limits(Struct, frozen=True):
     """The limits for the preparation of a request.
 
-    `render`: seconds for a chat template. `tokenize`: processor seconds of the tokenizer for a
+    `render`: processor seconds for a chat template. `tokenize`: those of the tokenizer for a
     short text, see `encoding`. `memory`: bytes of address space that the tokenizer may take.
     """
 
