@@ -63,7 +63,7 @@ class _File:
 
 @dataclass(slots=True)
 class Disk:
-    """The files of the folder `root` after the played records, with their unsynced changes."""
+    """The files of the folder `root`, and their unsynced changes, after `play` of some records."""
 
     root: str
     _files: dict[int, _File] = field(default_factory=dict)  # by a number that this class assigns

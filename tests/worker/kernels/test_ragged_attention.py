@@ -314,7 +314,7 @@ def known(pool: Any) -> Any:
 def test_fresh_lines_are_rotated_and_written(
     heads: Heads, hopper: bool, rope: Rope | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One fused kernel gives the same attention and pools as two kernels, also with padding.
+    """One fused kernel gives the same attention, and writes the same pools, as two kernels.
 
     The kernel also accepts queries, keys and values that are joined in one array.
     """

@@ -296,8 +296,8 @@ def allowed_keep(asked_ms: int, usual: float, longest: float) -> float:
 
     `asked_ms`: the requested milliseconds. `usual`: the model's keep_alive in seconds. `longest`:
     the most seconds that a client may request. For each of these times, and for the result, a
-    negative value means no limit. A client can always request up to `usual`, and it cannot shorten
-    a keep_alive without limit.
+    negative value means no limit. A client can always request up to `usual`. If `usual` has no
+    limit, a client cannot shorten it.
     """
     if usual < 0:
         return usual

@@ -43,5 +43,7 @@ def max_wait(rank: int) -> float:
 
 
 def max_resumes(charge: float) -> int:
-    """Returns the most consecutive resumes without a new token for a request of this charge."""
+    """Returns how often in a row a request may be resumed without a new token.
+
+    `charge`: the sum of the request's shares in the deaths of workers."""
     return MAX_RESUMES if charge < ALONE_CHARGE else MAX_RESUMES_ALONE

@@ -32,8 +32,9 @@ class PromptPieces(Struct, frozen=True):
     hash of the prompt up to the end of piece i.
 
     A worker that got a prompt with the key `keys[i]` has cached about `ends[i]` tokens of this
-    prompt. They end with piece i, or with the model's answer if piece i is followed by an answer,
-    because the worker computed that answer. `tokens` is the number of tokens of the whole prompt.
+    prompt. These tokens end with piece i. If an answer of the model follows piece i, they end with
+    that answer, because the worker has computed it. `tokens` is the number of tokens of the whole
+    prompt.
     """
 
     keys: tuple[bytes, ...]

@@ -328,7 +328,7 @@ WORKERS = (
            "Share that running requests take of the memory that the weights leave, 0 to 1",
            _WORKER, _kv_usage),
     Family("mlxpool_preemptions_total", COUNTER,
-           "Sequences that were preempted for older sequences",
+           "Sequences that were preempted for others",
            _WORKER, _beat(lambda worker: worker.memory.get("preemptions"))),
     Family("mlxpool_prefix_cache_queries_total", COUNTER, "Prompts looked up in the prefix cache",
            _WORKER, _beat(_queries)),

@@ -144,7 +144,7 @@ class Lexer:
         return lexemes
 
     def flush(self) -> str:
-        """Returns the text that was held back; it is not a mark."""
+        """Returns the text that was held back, because no mark follows from it any more."""
         held, self._held = self._held, ""
         return held
 

@@ -56,7 +56,7 @@ class LatentSpec(Struct, frozen=True):
     rank: int
 
     def stored(self, kv: str = AUTO) -> tuple[StoredArray, ...]:
-        """Returns the array of latents, which are always stored in the model's numbers."""
+        """Returns the array of latents. They always have the model's dtype; `kv` is ignored."""
         return (StoredArray("latents", 1, self.dim),)
 
     def token_bytes(self, item: int, kv: str = AUTO) -> int:

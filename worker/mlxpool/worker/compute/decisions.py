@@ -99,7 +99,7 @@ class Line(Generation, eq=False, kw_only=True):
         find: bool = False,
         least: int = 1,
     ) -> Delta:
-        """Stores the next tokens' log-probabilities; the line ends or becomes the call's next line.
+        """Stores the next tokens' log-probabilities; the line ends, or computes another branch.
 
         A pass computes these log-probabilities; its drawn token is ignored. For the parameters see
         Generation.commit.
@@ -187,7 +187,9 @@ class Decisions:
     def __init__(
         self, engine: Engine, generations: Generations, post: Callable[[Outbound], None]
     ) -> None:
-        """Lines run among `generations`; `post` sends answers to the main thread."""
+        """Makes sequences (lines) of decisions, which run beside those of `generations`.
+
+        `post` sends answers to the main thread."""
         self._engine = engine
         self._generations = generations
         self._post = post

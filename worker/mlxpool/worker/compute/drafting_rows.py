@@ -143,7 +143,7 @@ class DraftingRows:
         self._failures = 0  # consecutive failures of `drafts`
 
     def depths(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
-        """Returns the number of drafts for each sequence, as far as its tokens are known now."""
+        """Returns the number of drafts for each sequence, from the tokens that are known now."""
         speculator = self.speculator
         if speculator is None or speculator.skips_next:
             return {}

@@ -263,8 +263,7 @@ class Constraint:
     def _behind_token(self) -> None:
         """Clears the values that were stored before the matcher got its newest token.
 
-        If tokens were forced, the newest token was the first of these. Then removes this token from
-        the forced tokens.
+        If tokens were forced, the newest token was the first of these; it is removed from them.
         """
         self._forget()
         if self._forced:

@@ -63,8 +63,9 @@ class Batch:
     ) -> None:
         """Takes either `constraints` or `tokens`.
 
-        With `tokens`, the masks after these tokens are made, unless the answer is complete or
-        `least` or more tokens are forced. `made` is called in the thread that has made the masks.
+        With `tokens`, the masks after these tokens are made. A constraint gets no mask if its
+        answer is complete, or if at least `least` tokens are forced. `made` is called in the thread
+        that has made the masks.
         """
         self.table = table
         self.constraints = constraints

@@ -33,8 +33,8 @@ class NumberTokens(Struct, frozen=True, eq=False):
     """The tokens of a vocabulary that may be parts of numbers.
 
     `tails`: the bytes at the end of a token that may belong to a number, by token id. `whole`: the
-    tokens that have only such bytes. `digits` and `letters` [words] have the bits of tokens that
-    begin with a digit or a letter; `runs` has the bits of tokens that begin with several digits.
+    tokens that have only such bytes. `digits`, `letters` and `runs` are bit sets of token ids:
+    the tokens that begin with a digit, with a letter, and with several digits.
     """
 
     tails: Mapping[int, bytes]

@@ -62,7 +62,7 @@ class MlxLmRow:
         return cache.keys[..., start:end, :], cache.values[..., start:end, :]
 
     def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:
-        """Writes parts from `part` into the KVCache of an empty KV row.
+        """Writes keys and values, as the method `part` returns them, into an empty row's KVCache.
 
         Ignores `capacity`, because a KVCache grows by itself.
         """

@@ -49,7 +49,7 @@ class Room:
         self._until = 0.0  # when the requested bytes have to be free
 
     def rest(self, memory: int) -> None:
-        """Reserves the `memory` bytes of the preparation processes; called while no job runs."""
+        """Reserves memory of the worker: `memory` bytes, which idle preparation processes use."""
         if abs(memory - self._reserved) >= MIN_CHANGE:
             self._reserved = memory
             self.worker.reserve(memory)

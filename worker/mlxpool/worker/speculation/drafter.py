@@ -46,8 +46,9 @@ class Drafter(Protocol):
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns the next drafts of sequences; `depths`: the number of drafts of each.
 
-        A sequence can have at most as many drafts as the last call of the method `chances` returned
-        values. Returns fewer drafts if no more can be proposed; omits a sequence without drafts.
+        The last call of the method `chances` returned a value for each possible draft. A sequence
+        can have at most that many drafts. Returns fewer drafts if no more can be proposed; omits a
+        sequence without drafts.
         """
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:

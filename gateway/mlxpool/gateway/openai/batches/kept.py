@@ -357,11 +357,11 @@ class KeptBatches:
     async def _whole(
         self, outcome: dict[str, Any]
     ) -> tuple[dict[str, Any], Result | PoolError | None]:
-        """Returns a line's outcome, and the answer if the pool's page of outcomes lacks it.
+        """Returns a line's outcome, and the answer if the outcome does not contain the answer.
 
-        A long answer is not in the page. It is read from the line's job, and the job's `facts` are
-        added to the outcome. If the job failed, its error is returned in place of the answer.
-        Raises PoolError if the answer cannot be read now.
+        An outcome does not contain a long answer. The answer is read from the line's job, and the
+        job's `facts` are added to the outcome. If the job failed, its error is returned in place of
+        the answer. Raises PoolError if the answer cannot be read now.
         """
         if not is_too_long(outcome):
             return outcome, None

@@ -328,7 +328,8 @@ class LineModels:
     def _choose(self) -> None:
         """Chooses a pool that has all models named so far, except models that no pool has.
 
-        The pool that was chosen before stays chosen if it has all of them, or if no pool has all.
+        The pool that was chosen before stays chosen if it has all these models, or if no pool has
+        all of them.
         """
         able = [
             pool for pool in self._among if all(pool in models for models in self._known.values())

@@ -163,7 +163,7 @@ class RaggedRunner:
         return max((size for size in self.sizes if size <= MAX_LINES), default=0)
 
     def decodes(self, spans: Sequence[RowSpan]) -> bool:
-        """Returns True if the newest pass had this same object `spans`, one line for each span."""
+        """Returns True if the newest pass decoded these spans, which must be the same object."""
         return self._decoding is not None and self._decoding.spans is spans
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
