@@ -177,7 +177,7 @@ def needs(name: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def broker_image(built: Path) -> Path:
-    """A site-packages folder with the same packages as the image without MLX."""
+    """A site-packages folder with the packages of the container image that has no MLX."""
     for package in {each for name in broker_packages() for each in needs(name)}:
         about = distribution(package)
         for top in {file.parts[0] for file in about.files or () if file.parts[0][:1] != "."}:

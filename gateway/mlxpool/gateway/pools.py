@@ -208,11 +208,11 @@ class Pools:
         raise BrokerLost("no pool that keeps jobs and files answers now; try again")
 
     async def take_keeper(self) -> None:
-        """Makes the first pool that keeps jobs the pool of this request. Raises PoolError."""
+        """Selects the first pool that keeps jobs for this request. Raises PoolError."""
         _chosen.set((await self.keepers())[0])
 
     def take(self, number: int) -> None:
-        """Makes the pool with this number, from 1, the pool of this request. Raises IndexError."""
+        """Selects the pool with this number, from 1, for this request. Raises IndexError."""
         _chosen.set(self.pools[number - 1])
 
     def best(self, among: Sequence[Pool], name: str, key: str = "") -> Pool | None:

@@ -92,7 +92,9 @@ def run_workload(folder: Path, *flags: str) -> list[Record]:
 def lost_in_images(
     folder: Path, records: list[Record], images: int, seed: int
 ) -> tuple[int, list[str]]:
-    """Cuts the log at random places. Returns the number of images with losses, and the losses."""
+    """Makes disk images by cutting the log at random places.
+
+    Returns the number of images in which acknowledged data is lost, and the losses."""
     draw = random.Random(seed)
     cuts = sorted(draw.randrange(1, len(records) + 1) for _ in range(images))
     disk, acknowledged = Disk(str((folder / "disk").resolve())), Acknowledged()

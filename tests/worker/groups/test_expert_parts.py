@@ -77,7 +77,7 @@ def called() -> Iterator[set[str]]:
 def test_the_parts_of_a_mixture_add_up_to_the_whole(
     kind: str, tmp_path: Path, called: set[str]
 ) -> None:
-    """Biases of down products, which no rank divides, are added once."""
+    """The biases of down products are not divided among ranks, but are added only once."""
     make, changes = MODELS[kind]
     stored = random_weights(config(**changes))
     folder = inspect(write_checkpoint(tmp_path, weights=stored, **changes))

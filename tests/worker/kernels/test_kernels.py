@@ -390,7 +390,7 @@ def test_large_blocks_multiply_a_weight_in_tiles(
 def test_warpgroups_take_columns_of_a_weight_in_tiles_in_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tests more columns than pipeline stages, in one part and in two parts."""
+    """Tests more columns than the pipeline has stages, undivided and divided into two parts."""
     rows, columns, group = 128, 20 * tiles_4bit.TILE, 64
     packed, opened = quantised(rows, columns, group, mx.bfloat16)
     tiles = tiles_4bit.in_tiles(*packed, group)

@@ -276,7 +276,7 @@ def test_tiles_of_hopper_are_tried_once(size: int, monkeypatch: pytest.MonkeyPat
 @runs
 @pytest.mark.parametrize("heads", [HEADS[3], HEADS[5], HEADS[9], INTEGERS[2], INTEGERS[4]], ids=str)
 def test_parts_of_rows_are_added_up(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention is the same for one part of a row's keys or many parts, some of them empty."""
+    """Attention is the same if a row's keys are divided into parts, some of them empty."""
     batch = Batch(heads, [(1, 0, 1400), (1, 30, 600), (20, 0, 1100), (1, 0, 10)], padding=0)
     items = work_list.work_items(batch.spans, heads.tiles(), batch.lines)
     assert len(set(items[:, work_list.PARTS])) >= 4

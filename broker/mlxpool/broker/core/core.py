@@ -133,7 +133,7 @@ class Core:
 
     @property
     def ends_more(self) -> bool:
-        """Returns whether the next events end further streams or calls (BulkEndings)."""
+        """Returns whether the next events have streams or calls left to end (BulkEndings)."""
         return len(self._bulk) > 0
 
     def next_wake(self) -> float:

@@ -63,9 +63,9 @@ class Batch:
     ) -> None:
         """Takes either `constraints` or `tokens`.
 
-        With `tokens`, the masks after these tokens are made. A constraint gets no mask if its
-        answer is complete, or if at least `least` tokens are forced. `made` is called in the thread
-        that has made the masks.
+        With `tokens`, each mask is for the position after a constraint's token. A constraint gets
+        no mask if its answer is complete, or if at least `least` tokens are forced. `made` is
+        called in the thread that has made the masks.
         """
         self.table = table
         self.constraints = constraints

@@ -364,7 +364,7 @@ def _kept(
 
 
 def few() -> int:
-    """Returns the most quick masks that the calling thread makes itself.
+    """Returns how many quick masks the calling thread makes itself, at most.
 
     This is at least the number of threads, because one mask on each thread takes only as long as
     one mask alone.

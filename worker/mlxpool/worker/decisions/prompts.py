@@ -95,8 +95,8 @@ def prompts_of(text: TextModel, job: AskQuestions) -> Prompts:
 def worded_end(tail: str, words: str) -> str:
     """Returns the last characters of a prompt, after which the answers are tokenised.
 
-    This is the part of `tail` after the question's words or, if this part is empty, the end of
-    `words`.
+    `tail` begins with the question's words, `words`. Returns the part of `tail` after them. If
+    this part is empty, returns the end of `words`.
     """
     return tail[len(words) :] or words[-_CONTEXT_CHARS:]
 

@@ -142,7 +142,7 @@ class Detokenizer:
         return new if self._stops is None else self._release(self._stops, new)
 
     def _release(self, stops: _StopMatcher, new: str) -> str:
-        """Appends decoded text. Returns the text added to T."""
+        """Appends decoded text. Returns the text that is final now."""
         if self.stopped:
             return ""
         end, stop = self._scan(stops, new)

@@ -283,7 +283,7 @@ class SamplerOutput(Struct, frozen=True):
 
     @classmethod
     def joined(cls, parts: Many[SamplerOutput]) -> SamplerOutput:
-        """Returns the rows of all parts, which have the same arrays."""
+        """Returns the rows of all parts. All parts must have arrays in the same fields."""
         columns = zip(*(part.arrays() for part in parts), strict=True)
         return cls(*(mx.concatenate(list(column)) for column in columns))
 

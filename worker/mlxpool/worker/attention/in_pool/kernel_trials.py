@@ -1,4 +1,4 @@
-"""Decides by a trial whether our kernels can write a model's pool, and logs a failure."""
+"""Decides by a trial whether our kernels can write a model's KV pool, and logs a failure."""
 
 from __future__ import annotations
 
