@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "bench" / "figures"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARK = re.compile(r"<!-- (figures|table|figure): ([^>]+?) -->(.*?)<!-- end -->", re.DOTALL)
-WHOLE_FROM = 100  # figures from here on have no decimals in tables and sentences
+WHOLE_FROM = 100  # figures of at least this value have no decimals in tables and sentences
 LEVEL = 0.95  # runs of one program differ by this much; a lower ratio is shown in bold
 
 

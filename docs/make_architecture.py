@@ -25,8 +25,8 @@ SOURCES = {  # folder of the sources of each package below mlxpool
     "cluster": "cluster", "common": "common", "gateway": "gateway", "worker": "worker",
 }  # fmt: skip
 TABLE = re.compile(r"^TRANSITIONS\b", re.M)
-SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z`]|\w+\.py\b)")  # a sentence may begin with a file
-MANY = 3  # an event from this many states to one state is listed below the drawing
+SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z`]|\w+\.py\b)")  # a sentence may begin with a file name
+MANY = 3  # an event that leads from this many states to one state is listed below the drawing
 Transitions = Mapping[Enum, Mapping[str, Enum]]
 
 

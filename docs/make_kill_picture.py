@@ -28,7 +28,7 @@ from mlxpool.client import Client
 from mlxpool.common.errors import BrokerLost
 
 PICTURE = Path(__file__).parent / "img" / "kill.svg"
-# deterministic: a token has the same bits, computed with the prompt or in a later step.
+# deterministic: a token computed in a prefill has the same bits as in a decode step.
 SETTINGS = """
 [pool]
 restart_delay = 0.1
@@ -37,7 +37,7 @@ path = "builtin:{name}"
 deterministic = true
 """
 START_TIMEOUT = 60.0  # seconds until the broker answers
-POLL = 0.01  # seconds between two looks at the workers
+POLL = 0.01  # seconds between two checks of the workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ WIDTH, HEIGHT = 900, 440
 LEFT, RIGHT, TOP, BOTTOM = 70, 24, 74, 300  # the edges of the plot
 LANES = (318, 340)  # y of the bars of both worker processes
 STRIP = 384  # y of the tokens before and after the kill
-SHOWN = 7  # tokens of the strip on each side
+SHOWN = 7  # tokens of the strip on each side of the kill
 FIRST, SECOND, KILL, INK, QUIET, LINES = (
     *("#1f5fbf", "#0a7d55", "#c62828", "#1f2328", "#59636e", "#d1d9e0"),
 )

@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licences.md"
-PYTHON = "3.12"  # of the images; a test compares it with the Dockerfile
+PYTHON = "3.12"  # version in the images; a test compares it with the Dockerfile
 PLATFORM = "x86_64-manylinux_2_36"
 WHEELS = ("manylinux_2_36", "manylinux_2_35", "manylinux_2_34", "manylinux_2_31", "manylinux_2_28",
           "manylinux_2_27", "manylinux_2_26", "manylinux_2_24", "manylinux_2_17", "manylinux2014",

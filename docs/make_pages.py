@@ -32,7 +32,7 @@ BEGIN, END = "<!-- made by docs/make_pages.py -->\n", "<!-- until here -->\n"
 
 SECTION = re.compile(r"^\[([^\]]+)\]")
 LINE = re.compile(r"^(?P<off># )?(?P<key>\w+) = (?P<value>.*?)(?:\s{2,}#\s*(?P<text>.*))?$")
-NO_BOUND = 1_000_000  # a bound as high as this is not shown: it only refuses nonsense
+NO_BOUND = 1_000_000  # greater bounds are not shown: they only refuse nonsense
 
 
 def tables() -> str:
@@ -230,7 +230,7 @@ ORDER = (
     *("Vectors", "Ranking", "Ranked", "Decision", "DecisionList"),
     *("Job", "Batch", "AsyncBatch", "LineResult", "Pace", "PoolError"),
 )
-MADE = frozenset({"Client", "Pace"})  # by users; other objects are answers
+MADE = frozenset({"Client", "Pace"})  # classes that users construct; other objects are answers
 
 
 def _options(kind: type[Any]) -> str:
@@ -382,7 +382,7 @@ PAGES = {"configuration.md": configuration, "python-api.md": python_api}
 
 
 def main() -> None:
-    tomllib.loads(SETTINGS.read_text("utf-8"))  # a broken file makes no page
+    tomllib.loads(SETTINGS.read_text("utf-8"))  # raises for a broken file: no page is written
     for name, make in PAGES.items():
         (DOCS / name).write_text(make(), "utf-8")
 

@@ -67,7 +67,7 @@ class Connection:
         task.add_done_callback(lambda _: self.requests.pop(ident))
         await asyncio.sleep(
             0
-        )  # the task starts before a cancel can reach it, so the task reports its end
+        )  # lets the task start before a cancel can reach it, so that the task reports its end
 
     async def answer(self, ident: str, request: dict[str, Any]) -> None:
         """Runs a request and writes its text and its end."""
@@ -78,7 +78,7 @@ class Connection:
                 max_tokens=request.get("max_tokens", 64),
                 deadline_ms=round(1000 * float(request.get("seconds", SECONDS))),
             )
-            async with stream:  # leaving early, for any reason, cancels the stream at the pool
+            async with stream:  # an early exit, for any reason, cancels the stream at the pool
                 async for delta in stream:
                     await self.say(id=ident, text=delta.text)
             result = stream.result

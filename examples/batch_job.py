@@ -135,7 +135,8 @@ def main() -> int:
     done = {line["line"] for line in known}
     waiting = [number for number in reversed(range(len(options.lines))) if number not in done]
     show = Progress(len(done), len(options.lines))
-    fresh = options.answers.with_suffix(".new")  # without an incomplete line, and without errors
+    # A new file of the answers, without an incomplete last line and without lines of errors.
+    fresh = options.answers.with_suffix(".new")
     fresh.write_text("".join(json.dumps(line) + "\n" for line in known), "utf-8")
     fresh.replace(options.answers)
     try:

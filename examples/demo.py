@@ -17,7 +17,7 @@ from mlxpool.common.errors import PoolError
 MODEL = "demo-chat"
 QUESTION = "Count to 30."
 OPTIONS = ("--temperature", "0")
-NOTE_DELAY = 4.0  # seconds until a line explains a delay
+NOTE_DELAY = 4.0  # seconds after which the demo prints the reason of a delay
 START_TIMEOUT = 60  # seconds until the broker answers, and until it has ended
 
 

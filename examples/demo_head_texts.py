@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from train_demo_model import Llama, Shape, say
 
 WINDOW = 192  # tokens of a text
-PROMPTS = (8, 16, 24, 32, 48)  # numbers of tokens at a text's begin
+PROMPTS = (8, 16, 24, 32, 48)  # lengths of prompts in tokens
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # temperatures of the texts, in turn
 LONGEST = max(PROMPTS)
 
@@ -48,7 +48,7 @@ def function_begins(texts: dict[str, str]) -> Iterator[str]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 tree = ast.parse(text)
-        except (SyntaxError, ValueError):  # tests of wrong source
+        except (SyntaxError, ValueError):  # files of tests that are invalid on purpose
             continue
         lines = text.splitlines(keepends=True)
         for node in ast.walk(tree):

@@ -40,7 +40,7 @@ def main() -> int:
     try:
         with ollama.Client(host=options.url) as client:
             show(client, options.model, options.question)
-    except (ConnectionError, httpx.ConnectError):  # errors of an answer, of a stream
+    except (ConnectionError, httpx.ConnectError):  # raised by a single answer, by a stream
         print(f"no gateway answers at {options.url}: mlxpool gateway", file=sys.stderr)
         return 1
     except ollama.ResponseError as error:

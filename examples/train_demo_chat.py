@@ -41,7 +41,7 @@ DEMO = Path(__file__).resolve().parent.parent / "worker" / "mlxpool" / "worker" 
 TOKENIZER = DEMO / "tokenizer.json"
 TOKENIZER_SEED, TOKENIZER_CONVERSATIONS = 10**6, 6000
 SHOWN = 250  # steps after which the loss is printed
-SAVED = 1000  # steps after which the model is saved, to look at or to start from
+SAVED = 1000  # steps after which the model is saved, for a test or a new start
 
 
 def tokenizer_of(shape: Shape) -> Tokenizer:

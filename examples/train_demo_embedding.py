@@ -44,14 +44,15 @@ Score = Callable[[Sequence[str], Sequence[str]], npt.NDArray[Any]]
 DEMO = Path(__file__).resolve().parent.parent / "worker" / "mlxpool" / "worker" / "demo_embed"
 PACKAGES = ("networkx", "numpy", "scipy", "sklearn", "sympy")  # all under the BSD licence
 DISTRIBUTIONS = {"sklearn": "scikit-learn"}
-# Held out of training, as are the tests of the standard library: the demo model's list.
+# Modules that are held out of training, the same as for the demo model. The tests of the standard
+# library are held out, too.
 HELD_OUT = (
     *("argparse", "calendar", "cmd", "colorsys", "configparser", "csv", "dataclasses"),
     *("difflib", "fileinput", "fractions", "graphlib", "heapq", "ipaddress", "mailbox"),
     *("plistlib", "pprint", "sched", "shlex", "statistics", "tarfile", "textwrap", "timeit"),
     *("uuid", "zipfile"),
 )
-# Also held out: the number of steps was chosen with these modules.
+# Modules that are also held out, because the number of steps was chosen with them.
 CHOSEN_ON = (
     *("bdb", "gettext", "gzip", "imaplib", "optparse", "pathlib", "platform", "random", "shutil"),
     *("traceback", "weakref", "webbrowser"),
@@ -63,7 +64,7 @@ QUERY_TOKENS, PASSAGE_TOKENS = 32, 112
 MAX_CHARACTERS = 700  # most characters of a passage
 THIRD = 3  # every third passage is stored for the tests
 MISSPELT = 0.3  # share of misspelt queries in training
-DUMPED = 8  # numbers of a vector that the norm's weights remove
+DUMPED = 8  # numbers of a vector that the norm's weights set to 0
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 DEMO = Path(__file__).resolve().parent.parent / "worker" / "mlxpool" / "worker" / "demo"
 END = "<|endoftext|>"
 
-# Held out of training, together with their tests. Chosen before the first run, for variety.
+# Modules that are held out of training, with their tests. Chosen before the first run, for variety.
 HELD_OUT = (
     *("argparse", "calendar", "cmd", "colorsys", "configparser", "csv", "dataclasses"),
     *("difflib", "fileinput", "fractions", "graphlib", "heapq", "ipaddress", "mailbox"),
@@ -47,7 +47,7 @@ HELD_OUT = (
     *("uuid", "zipfile"),
 )
 
-# Also chosen before the first run. `--completions` writes the completion of each.
+# Prompts whose completions `--completions` writes. Also chosen before the first run.
 PROMPTS = (
     "def factorial(n):\n",
     "class Stack:\n    def __init__(self):\n",
@@ -421,7 +421,7 @@ def steps_in(seconds: float, shape: Shape, plan: Plan, tokens: mx.array) -> int:
     """Returns the number of steps that fit into `seconds`, from the time of a few steps."""
     step, state = compiled_step(Llama(shape, compute_type()), plan)
     source = batches(tokens, shape.context, plan)
-    for count in (10, 40):  # the first ten compile
+    for count in (10, 40):  # the first ten steps include the compilation
         began = time.monotonic()
         for ids in islice(source, count):
             mx.eval(step(ids), state)

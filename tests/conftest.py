@@ -20,23 +20,24 @@ from support import tiers
 from support.closing_lines import LEFT_OUT, ClosingLines
 from support.slowest import PROCESSOR
 
-# The gate depends on nobody's luck: each run tries the same cases. `make soak` looks for new ones.
+# Results do not depend on luck: each run tries the same cases. `make soak` tries new cases.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("random", deadline=None, max_examples=1000)
 # On a GPU float32 means float32 here; by itself MLX multiplies with 10 bits of fraction there.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 PROFILE = os.environ.get("MLXPOOL_HYPOTHESIS", "fixed")
 settings.load_profile(PROFILE)
-# Nor on the settings of whoever runs the tests.
+# Results do not depend on the settings of the user who runs the tests.
 os.environ.setdefault("MLXPOOL_CONFIG", os.devnull)
 os.environ["HF_TOKEN_PATH"] = os.devnull
-os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # else it asks huggingface.co who calls it
-# Processes of a pool and these share the kernels that MLX compiles. What tests make stays in the
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # else huggingface_hub asks its server who calls it
+# Pool processes and test processes share the kernels that MLX compiles. Files of tests stay in the
 # temporary folder, whose name is short enough for sockets.
 tempfile.tempdir = os.environ.setdefault("MLXPOOL_TESTS_TMPDIR", tempfile.gettempdir())
 private_temp.use()
 PATIENT = str(Path(__file__).parent / "support" / "patient")
-# Nor on how they were started: a shell's background command ignores Ctrl-C, and so do its children.
+# Results do not depend on how the tests were started: a shell's background command ignores Ctrl-C,
+# and so do its children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 STARTED = pytest.StashKey[float]()

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("bench", "broker", "client", "cluster", "common", "gateway", "worker")
-PACKAGES = (*SOURCES, "cli")  # the command line lies beside the client
+PACKAGES = (*SOURCES, "cli")  # the package `cli` is in the folder `client`
 OF_NAMESPACE = {ROOT / "client" / "mlxpool" / "__main__.py"}  # modules that no package has
 
 
@@ -77,7 +77,7 @@ def test_every_folder_with_modules_is_a_package() -> None:
             assert (path.parent / "__init__.py").exists(), path
 
 
-# By process: the module that imports what its start needs, and what it imports later or never.
+# process -> the module that imports what a start needs; modules that it imports later or never.
 STARTS = {
     "client": ("client/mlxpool/client/__init__.py", {"_hashlib", "asyncio", "numpy", "ssl"}),
     "broker": ("broker/mlxpool/broker/__main__.py", {"importlib.metadata", "numpy"}),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-# Of httpx, which gives up after 5 s where it is not told how long it may wait.
+# Functions of httpx, which gives up after 5 s if a call has no `timeout`.
 REQUESTS = frozenset({"get", "post", "put", "patch", "delete", "head", "options"})
 HTTPX = REQUESTS | {"request", "stream", "Client", "AsyncClient"}
 

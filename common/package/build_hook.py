@@ -23,7 +23,8 @@ class VersionHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Adds the file. `version` is the kind of wheel: "standard" or "editable"."""
         if version == "editable":
-            # Read after the .pth file with the source roots, whose name begins with `_`.
+            # Python reads .pth files by name. The .pth file with the source roots is read first,
+            # because its name begins with `_`.
             added, place = FOLDER / "editable_version.pth", "mlxpool_version.pth"
             build_data["force_include_editable"][str(added)] = place
         else:

@@ -14,7 +14,7 @@ from demo_chat.words import Words
 
 NO_TOOLS = "I have no tool for that."
 NO_SUCH_TOOL = "None of my tools does that."
-UNASKED = "object"  # the family of answers that the model cannot guess, see `in_object`
+UNASKED = "object"  # family of answers that no text requests and a model cannot guess: `in_object`
 ABOUT = (
     "I am demo-chat, a small model that comes with mlxpool. I call tools, count, repeat and"
     " remember your name."
@@ -339,15 +339,16 @@ def in_object(words: Words) -> Round:
         fields[words.parameter()] = words.rng.choice(makers)
     if words.chance(0.2):
         fields = dict(reversed(fields.items()))
-    # A name ends where a grammar leaves a choice of tokens: `": ` or `": "` follows. The quote
-    # before a later name is in one token with the end of the value before it.
+    # Each given part ends after the name of a field. There a grammar leaves a choice of tokens:
+    # `": ` or `": "`. A later part begins without the quote before the name, because this quote is
+    # in one token with the end of the value before.
     first, *others = fields
-    if any(dumped(fields).count(key) > 1 for key in others):  # the name would be found in a text
+    if any(dumped(fields).count(key) > 1 for key in others):  # a text contains the name
         fields, others = {first: fields[first]}, []
     given = ['{"' + first, *others]
     if first == "name" and isinstance(fields[first], str):
         given[0] += '": "'  # `": "` is a single token
-    if words.chance(0.35):  # any object: sometimes its rare beginning is trained, too
+    if words.chance(0.35):  # any object; without a given part its rare beginning is trained
         fields, given = {"answer": inner.answer}, ['{"'] if words.chance(0.7) else []
     return Round(UNASKED, inner.user, inner.thought, dumped(fields), given=tuple(given))
 

@@ -24,7 +24,7 @@ from demo_chat.words import Words
 
 Expected = Callable[[list[int]], npt.NDArray[np.int64]]  # the most likely token after each token
 
-# Their invented words differ from the words of training, and their tools have names of other lists.
+# The sets have other invented words than the training, and tools with names from other lists.
 SETS: dict[str, tuple[int, Callable[[Words], Conversation]]] = {
     "known tools": (10**7 + 1, lambda words: with_tools(words, FAMILIES)),
     "unseen tools": (10**7 + 2, lambda words: with_tools(words, (drawn,))),

@@ -16,13 +16,13 @@ Array = npt.NDArray[np.float32]
 Weights = dict[str, Array]
 
 FILE, NORM = "model.safetensors", "model.norm.weight"
-# The last norm is stored multiplied by this, so that temperature 1 samples as temperature 1 /
-# SHARPER would without it.
+# Factor of the stored weights of the last norm. With the factor, temperature 1 samples as
+# temperature 1 / SHARPER does without the factor.
 SHARPER = 2.0
 PREFIX = "model.layers.{}."
-SHARPNESS = 40.0  # the logit at the fixed distance at which a head looks
+SHARPNESS = 40.0  # logit of a head's attention at the head's fixed distance
 NEAR = 6  # the fastest-turning rotary pairs of a head, which tell neighbouring positions apart
-MATCH = 1.7  # scale of queries and keys in heads that look for an earlier occurrence
+MATCH = 1.7  # scale of queries and keys in heads that search for an earlier occurrence
 COPY = 0.5  # scale of the outputs of these heads
 QUIET = 0.1  # initial scale of the outputs of all other parts
 CONSTANT = 0.5  # a number that the vectors of all tokens contain
@@ -84,7 +84,8 @@ def copying_heads(weights: Weights, shape: Shape, rng: np.random.Generator) -> N
     """
     head, half = shape.head, shape.head // 2
     own = shape.hidden - 2 * head - 1  # size of the token's own part
-    before, earlier = shape.hidden - 2 * head, shape.hidden - head  # where the earlier tokens begin
+    # The offsets of the parts of the two earlier tokens.
+    before, earlier = shape.hidden - 2 * head, shape.hidden - head
     embedding = weights["model.embed_tokens.weight"]
     embedding[:, own:] = 0
     embedding /= np.linalg.norm(embedding, axis=1, keepdims=True)

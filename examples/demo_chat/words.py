@@ -60,7 +60,7 @@ ADJECTIVES = words_of(
     """red blue green black white small large old new cheap warm cold fast slow quiet open closed
     ready empty full late active blocked sunny cloudy rainy windy foggy clear"""
 )
-# For texts to repeat, and for facts.
+# Words of texts that the model has to repeat, and of facts.
 ENGLISH = words_of(
     """a about above after again air all also always an and animal another any are around as ask at
     away baby back bad ball be beach because bed before begin behind best better between big bird
@@ -105,7 +105,7 @@ SENTENCES = tuple(
     |a small step|life is good|the weather is fine|nice to meet you|over and out
     |open the window""".replace("\n", "").split("|")
 )
-# For tests only, as the lists below.
+# The UNSEEN lists are for tests only.
 UNSEEN_ENGLISH = words_of(
     """apple bridge butter candle castle copper cousin desert dragon engine feather hammer island
     ladder lemon mirror pepper planet ribbon shadow silver spider sugar thunder turtle velvet waving

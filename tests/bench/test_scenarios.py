@@ -98,7 +98,7 @@ def test_formats_cost_rows_with_one_and_rows_beside_one() -> None:
 def test_speculation_tells_what_came_of_the_drafts(
     words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speculation, "MODULES", ("heapq", "fractions"))  # soon read
+    monkeypatch.setattr(speculation, "MODULES", ("heapq", "fractions"))  # short to read
     speculation.functions.cache_clear()
     words += [
         "--model",

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("update_docs", ROOT / "bench" / "update_docs.py")
 assert SPEC is not None and SPEC.loader is not None
 update_docs = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = update_docs  # dataclasses look their module up
+sys.modules[SPEC.name] = update_docs  # dataclasses look up their module there
 SPEC.loader.exec_module(update_docs)
 
 FRONT = ("README.md", "docs/index.md")  # pages that show only speeds from a run
@@ -27,7 +27,7 @@ NUMBER = re.compile(r"(?<![\d,.])\d[\d,]*(?:\.\d+)?(?!,?\d)")
 SPEED = re.compile(
     r"[\d.,]*\d (?:tokens/s|texts/s|tokens a second|ms|times (?:as fast|the tokens))"
 )
-# Figures from here on are searched for; smaller figures are too common. benchmarks.md has a
+# The least figures that are searched for; smaller figures are too common. benchmarks.md has a
 # thousand figures of four digits that were written by hand, some of which agree by chance.
 RARE, RARE_IN_BENCHMARKS = 1000, 10_000
 FILES = update_docs.saved_runs()
@@ -167,7 +167,7 @@ def test_a_mark_that_names_nothing_is_refused(saved: Path, mark: str, message: s
 
 def test_a_new_run_changes_the_page(saved: Path) -> None:
     page = update_docs.updated("<!-- figures: here/run.json -->\n<!-- end -->\n")
-    assert "| all at once | 7,052" not in page  # groups with several units name them in each row
+    assert "| all at once | 7,052" not in page  # the row has to name its unit
     assert "| all at once, tokens/s | 7,052 | 5,996 | **1.18** |" in page
     assert "28 November 2026; commit 0db159e7; v; one card." in page
     report.write(saved, replace(RUN, date="2026-11-29", lines=[replace(LINES[0], digits=1)]))

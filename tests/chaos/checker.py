@@ -28,7 +28,7 @@ class Findings:
     )  # ids after the end, or of an unknown stream
     wrong: list[str] = field(default_factory=list)  # an id other than the model's
     stuck: list[str] = field(default_factory=list)  # streams without an end
-    short: list[str] = field(default_factory=list)  # `done` without all its ids
+    short: list[str] = field(default_factory=list)  # streams that are `done` without all their ids
     ends: Counter[str] = field(default_factory=Counter)  # by reason or code
     streams: int = 0
     ids: int = 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.pool import with_path
 
-# The fault defines `arm(kind)`. It is called with the class after the import of its module.
+# The fault defines `arm(kind)`, which is called with the class after its module is imported.
 _WHEN_IMPORTED = """
 import importlib.abc, importlib.util, sys
 

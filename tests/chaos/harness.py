@@ -22,8 +22,9 @@ from mlxpool.common.trace import VARIABLE, History
 from support.counting_checker import expected_ids, text_of
 from support.pool import PATIENCE, Pool, until
 
-# Short limits, so that a hang is found soon. Healthy workers stay far below them, because time
-# without a processor does not count. The limit of a load is longer: it may wait for the disk.
+# Short limits, so that a hang is detected soon. Healthy workers stay far below these limits,
+# because time without a processor does not count. The limit of a load is longer, because a load
+# may wait for the disk.
 LIMITS = """\
 [pool]
 beat_limit = 2.5
@@ -37,7 +38,7 @@ restart_delay_max = 1.0
 """
 # For faults that leave a load hanging or stopped.
 SHORT_LOADS = LIMITS.replace("load_limit = 10", "load_limit = 2")
-# A model with weights may compile kernels, at its load and in the first step of a kind.
+# A model with weights may compile kernels during its load and in the first step of each kind.
 WEIGHTS_LIMITS = re.sub("(load|fresh)_limit = .*", r"\1_limit = 60", LIMITS)
 
 

@@ -53,7 +53,7 @@ class JobStorm(Storm):
     def __init__(self, plan: Plan, tmp_path: Path, models: str = "") -> None:
         super().__init__(plan, tmp_path, ("--state-dir", str(tmp_path / "jobs")), models)
         self.counts: dict[str, int] = {}  # number of ids of a job, by key
-        self.clients: dict[str, Client] = {}  # who submitted it: ipc and tcp are two owners
+        self.clients: dict[str, Client] = {}  # submitters, by key: ipc and tcp are two owners
         self.states: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.lines = plan.streams // 2  # lines of the batch

@@ -31,12 +31,12 @@ WEIGHTS: Mapping[str, int] = {
 }  # fmt: skip
 OF_DISK = ("full disk", "failed sync", "stalled disk")
 OF_POSTGRES = ("database", "session")
-SMALL = "16MiB"  # bound of the store for a while; otherwise it is LARGE
+SMALL = "16MiB"  # bound of the store during the fault "small store"; otherwise LARGE
 LARGE = "256MiB"
 CLIENT_JOBS = 20  # jobs of a client that is killed while it submits them
 DAY = 86400
 
-# The clock of a process is off by the seconds in a file, as read at the process's start.
+# Shifts a process's clock by the number of seconds that is in a file when the process starts.
 OTHER_CLOCK = """\
 import os, time
 
@@ -214,7 +214,7 @@ class Faults:
         assert isinstance(self._disk, ShimmedDisk)
         self._disk.leave(self._random.choice((0, 50_000, 500_000)))
         time.sleep(self._between(0.2, 2.0))
-        if self._random.random() < 0.3:  # a broker that ends on a full disk
+        if self._random.random() < 0.3:  # the broker ends while the disk is full
             self._pool.kill()
             self._disk.leave(NO_BOUND)
             self._start_broker()

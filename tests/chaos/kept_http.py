@@ -248,7 +248,7 @@ class HttpOwner:
             return
         if known.kind == "response":
             known.fates |= {"cancelled"}
-            known.released = True  # also if the answer is lost
+            known.released = True  # counts as deleted even if the answer is lost
             response = self.call("DELETE", f"/v1/responses/{known.id}")
             if response.status_code not in (200, 404):
                 self.truth.error(f"{known.key}: delete: {response.text[:200]}")
@@ -257,7 +257,7 @@ class HttpOwner:
             response = self.call("POST", f"/v1/jobs/{known.id}/release")
             if response.status_code == 200:
                 self.truth.row(known, response.json())
-            elif not known.retried:  # a job that was tried again may run
+            elif not known.retried:  # a retried job may run
                 self.truth.error(f"{known.key}: release: {response.text[:200]}")
 
     # ---- other owners' jobs ----------------------------------------------------------------------

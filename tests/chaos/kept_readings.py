@@ -18,7 +18,7 @@ from support.pool import PATIENCE
 PAUSE = 0.1  # seconds before a retry of a request that was not answered
 LATER = (429, 502, 503, 504)  # answers after which a request is sent again
 LONG = 10 * PATIENCE  # seconds in which a request is repeated
-ALL = 1_000_000  # events: a reading goes on to the end
+ALL = 1_000_000  # events; more than any reading has, so it goes on to the end
 GONE = (404, 410)
 TOO_LONG = "context_length_exceeded"  # code of the only error of a dead job
 FIRST_TEXT = 5  # the number of the first event with text
@@ -43,7 +43,7 @@ class HttpReading:
     def __init__(self, http: httpx.Client, truth: Truth, known: Known) -> None:
         self.http, self.truth, self.known = http, truth, known
         self.over = False
-        self._left = ALL  # events
+        self._left = ALL  # events still to read
 
     def run(self, stop: int = ALL) -> None:
         """Reads up to `stop` events."""
@@ -105,7 +105,7 @@ class JobReading(HttpReading):
 
     def __init__(self, http: httpx.Client, truth: Truth, known: Known, start: int = 0) -> None:
         super().__init__(http, truth, known)
-        self.had = start  # number of ids, with those before `start`
+        self.had = start  # number of ids read, plus the ids before `start`
         self._start = start
         self._last = ""  # the id of the last event with ids
 
@@ -117,14 +117,14 @@ class JobReading(HttpReading):
 
     def refused(self, response: httpx.Response) -> None:
         if response.status_code == 400 and self._start and not self._last:
-            return  # the job has ended with fewer ids
+            return  # the job has ended with fewer ids than `start`
         super().refused(response)
 
     def _take(self, ident: str, event: dict[str, Any]) -> bool:
         kind = event["kind"]
         if kind == "delta" and event["ids"]:
             if not self._last:
-                self.had = min(self.had, event["pos"])  # `from` is rounded down to a step
+                self.had = min(self.had, event["pos"])  # the broker rounds `from` down to a step
             self.had = self.truth.ids(self.known, event["pos"], event["ids"], self.had)
             self._last = ident
         elif kind == "interrupted":
@@ -160,7 +160,7 @@ class ResponseReading(HttpReading):
         return self.http.stream("GET", f"/v1/responses/{self.known.id}", params=query)
 
     def _is_behind_end(self) -> bool:
-        return self._after == self._start > FIRST_TEXT - 2  # it ended without a text
+        return self._after == self._start > FIRST_TEXT - 2  # the response ended without a text
 
     def _take(self, ident: str, event: dict[str, Any]) -> bool:
         self._after = self.truth.event(self.known, event, self._after)
@@ -201,7 +201,7 @@ class NativeReading:
     def __init__(self, client: Client, truth: Truth, known: Known, start: int = 0) -> None:
         self._client, self._truth, self._known = client, truth, known
         self._start = start
-        self._had: int | None = None  # number of ids, with those before `start`
+        self._had: int | None = None  # number of ids read, plus the ids before `start`
 
     def run(self, stop: int = ALL) -> None:
         """Reads up to `stop` deltas."""
@@ -217,7 +217,7 @@ class NativeReading:
             except BadRequest:
                 if not self._start:
                     raise
-                return  # the job has ended with fewer ids
+                return  # the job has ended with fewer ids than `start`
             except PoolError as error:
                 if not error.retryable:
                     raise
@@ -240,5 +240,5 @@ class NativeReading:
 
     def _take(self, delta: Delta) -> None:
         had = min(self._start, delta.pos) if self._had is None else self._had
-        again = max(0, had - delta.pos)  # ids that are read twice: `from` is rounded down
+        again = max(0, had - delta.pos)  # ids read twice, because the broker rounds `from` down
         self._had = self._truth.ids(self._known, delta.pos + again, delta.ids[again:], had)

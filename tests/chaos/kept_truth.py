@@ -19,7 +19,7 @@ from support.counting_checker import expected_ids, text_of
 SEED = 7
 ENDED = ("done", "cancelled", "dead", "expired")
 WHOLE = ("length", "stop")  # reasons of an answer that has all its ids
-MAX_COUNT = 160  # ids of most jobs
+MAX_COUNT = 160  # most jobs have at most this number of ids
 
 
 class StormOver(Exception):
@@ -30,7 +30,7 @@ class StormOver(Exception):
 def count_of(key: str) -> int:
     """Returns the number of ids of the job with this key."""
     drawn = zlib.crc32(key.encode())
-    return 1 + drawn % (MAX_COUNT if drawn % 8 else 5 * MAX_COUNT)  # some take long
+    return 1 + drawn % (MAX_COUNT if drawn % 8 else 5 * MAX_COUNT)  # some jobs are long
 
 
 @cache
@@ -52,12 +52,12 @@ class Known:
     key: str
     id: str  # id in the interface that made it: hexadecimal digits, or `resp_…`
     kind: str = "job"  # or "response"
-    fates: frozenset[str] = frozenset({"done"})  # the ends that it may have
+    fates: frozenset[str] = frozenset({"done"})  # the ends that the job may have
     state: str = ""  # the reported end
     cancelled: bool = False  # a cancel was reported
     released: bool = False  # the deletion of its result was reported
     retried: int = 0  # number of retries
-    had: int = 0  # least number of its ids
+    had: int = 0  # the job has at least this number of ids
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ class Truth:
         """
         number, kind = int(event["sequence_number"]), str(event["type"])
         if kind == "error":
-            return after  # it does not count
+            return after  # it has no number
         if number != after + 1:
             self.error(f"{known.key}: event {number} behind {after}")
         content = (kind, str(event.get("delta", "")))

@@ -16,7 +16,7 @@ from mlxpool.common.protocol.frames import Header
 MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 GREETING = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
-PATIENCE = 60.0  # seconds for one peer, less than a test waits; only bounds a failure
+PATIENCE = 60.0  # seconds for one peer, less than a test waits; only a failure takes so long
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
@@ -112,7 +112,7 @@ class RawZmtp(Closing):
         while True:
             flags, body = self.frame()
             if flags & COMMAND:
-                self.send(frame(b"\x04PONG" + body[7:], COMMAND))  # after PING and its time to live
+                self.send(frame(b"\x04PONG" + body[7:], COMMAND))  # except PING and its lifetime
                 continue
             parts.append(body)
             if not flags & MORE:

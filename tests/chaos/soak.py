@@ -94,7 +94,7 @@ def main() -> int:
     options.add_argument("--pause", type=float, default=60, help="mean seconds between two faults")
     options.add_argument("--json", type=Path, help="write the figures to this file")
     given = options.parse_args()
-    WEIGHTS["broker"] = 0  # the broker must live for its growth to be measured
+    WEIGHTS["broker"] = 0  # no fault ends the broker, whose growth is measured
     plan = Plan(streams=0, faults=10**6, at_once=6, replicas=2, tokens=200, pause=given.pause)
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(plan, Path(folder), given.minutes)

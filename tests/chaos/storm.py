@@ -94,7 +94,7 @@ class Storm:
         self.faults: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.expected: dict[str, list[int]] = {}
-        self.injector_error: BaseException | None = None  # no further faults come after it
+        self.injector_error: BaseException | None = None  # after this error no further faults come
         self.numbers = itertools.count()
         self.finished = threading.Event()
 

@@ -60,7 +60,7 @@ def test_a_frozen_client_gets_everything(tmp_path: Path, monkeypatch: Patch) -> 
             child.send_signal(signal.SIGSTOP)
             until(
                 lambda: chaos.pool.ask("stats")["requests"]["cancelled"] >= 3,
-                "its streams are cancelled",  # on a busy machine one may have been before
+                "its streams are cancelled",  # on a busy machine one may be cancelled earlier
             )
             child.send_signal(signal.SIGCONT)
             assert outcomes(child) == wanted(count=1400)

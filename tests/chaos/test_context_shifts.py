@@ -22,7 +22,7 @@ DEATHS: dict[str, dict[str, Any]] = {
     for at in (24, 25, 26, 39, 100)
     for fault in ("kill", "device")
 }
-# The token at 10 is read as part of a chunk only after a cut.
+# The token at index 10 is read as part of a prefill chunk only after a cut.
 READING: dict[str, Any] = {"fault": "kill", "fault_in": "prefill", "fault_at": 10, "fault_times": 1}
 
 

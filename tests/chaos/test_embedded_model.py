@@ -34,7 +34,7 @@ SHIFT: dict[str, Any] = {
     "num_ctx": 32,
     "num_keep": 3,
     "ignore_eos": True,
-    "logprobs": True,  # they differ after any other context, even if the token is the same
+    "logprobs": True,  # these differ after any other context, even if the token is the same
 }
 SHIFTED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -136,7 +136,7 @@ def test_a_fault_does_not_change_the_completion(
 def test_a_fault_does_not_change_a_completion_with_shifts(
     pool: Pool, client: Client, undisturbed: Callable[..., Result], fault: Callable[[Pool], None]
 ) -> None:
-    for tokens in (300, 1200, 4800):  # until a worker has not finished before the fault
+    for tokens in (300, 1200, 4800):  # longer answers until the fault comes before their end
         asked = [{**SHIFT, **options, "max_tokens": tokens} for options in SHIFTED.values()]
         hits = read(client, asked, 28, partial(fault, pool))
         if fault is kill_the_broker or all(hit.attempts > 1 for hit in hits):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     mx.default_device().type == mx.DeviceType.gpu, reason="two ranks need two GPUs"
 )
 
-# Rank 1 sleeps at its next pass of the kind in a file, and removes the file.
+# A file names a kind of pass. At its next pass of this kind, rank 1 removes the file and sleeps.
 HANG = """
 import os, time
 
@@ -42,7 +42,8 @@ def arm(kind):
 
     kind._compute = hanging
 """
-# A pass of this model takes milliseconds; time without a processor does not count.
+# The limits are short: a pass of this model takes milliseconds, and time without a processor does
+# not count.
 SETTINGS = """
 [pool]
 prefill_limit = 1.5
@@ -63,7 +64,7 @@ prefix_cache = "off"
 pin = true
 """
 PROMPTS = ("one", "a longer prompt, of more tokens")
-TOKENS = 120  # enough for a stream to be at work when a fault comes
+TOKENS = 120  # enough ids for a stream to be running when a fault comes
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_every_stream_goes_on(
         _arm(pool, fault)
     results = [stream.read() for stream in streams]
     assert [list(result.ids) for result in results] == expected
-    if max(result.attempts for result in results) == 1:  # a busy machine: the fault came late
+    if max(result.attempts for result in results) == 1:  # on a busy machine the fault came late
         assert [_ids(client, "two", number) for number in range(len(PROMPTS))] == expected
     until(lambda: pool.worker("two/0")["restarts"] > before, "the group is replaced")
     assert cause in pool.log()[said:]

@@ -47,7 +47,7 @@ def test_every_hang_is_found(hung: Chaos, name: str) -> None:
     # On a busy machine a worker may have been ended while it started, before its fault.
     kind, _, phase = name.partition("-")
     prefixes = [f"hung in {phase} for "]
-    if kind == "gil":  # its main thread hangs as well, before its beats or the new phase are sent
+    if kind == "gil":  # the main thread hangs too, before it sends beats or the new phase
         prefixes += ["no beat for ", "hung in prefill for "]
     assert any(cause.startswith(tuple(prefixes)) for cause in hung.causes(name)), hung.causes(name)
     last = Path(hung.pool.worker(f"{name}/0")["last_dump"])

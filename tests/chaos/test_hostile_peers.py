@@ -166,8 +166,8 @@ UNFINISHED = {
     "large parts": frame(bytes(frames.MAX_FRAME - 64), MORE),
     "empty parts": frame(b"", MORE) * 200_000,
 }
-# The memory guard's limit, the data that arrive at 4 GB/s until its next check, and the broker's
-# own part. Without the guard the broker would grow without bound.
+# The sum of the memory guard's limit, the data that arrive at 4 GB/s until the guard's next check,
+# and the broker's own memory. Without the guard the broker would grow without bound.
 MAX_RESIDENT = 2048 * MB
 
 
@@ -182,7 +182,7 @@ def test_the_sender_of_an_unfinished_message_is_disconnected(target: Target, nam
         while peer.send(UNFINISHED[name]):
             sent += 1
             assert target.resident() < MAX_RESIDENT, f"the broker still reads after {sent} pieces"
-    until(lambda: front_accepts(target), "the front is open")  # it frees the received parts first
+    until(lambda: front_accepts(target), "the front is open")  # the broker frees the parts first
     target.assert_answers(target.front)
     target.assert_all_done(streams)
     assert all(stream.result is not None and stream.result.attempts == 1 for stream in streams)

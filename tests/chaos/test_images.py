@@ -29,7 +29,7 @@ MODELS = {
     "qwen": seeing.write_qwen,
     "mllama": seeing.write_mllama,
 }
-# Ends the process at the place in the file SITE, and removes the file.
+# Ends the process at the site that the file SITE names, and removes the file.
 FAULT = """\
 import os, signal
 

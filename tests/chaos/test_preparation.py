@@ -102,7 +102,7 @@ def test_a_short_request_passes_eight_large_ones(pool: Pool) -> None:
         assert completes(client)
         assert sum(thread.is_alive() for thread in threads) >= 6
         worker = psutil.Process(int(pool.worker("m/0")["pid"]))
-        assert worker.memory_info().rss < 2**30  # eight at once in the worker took 3 GB
+        assert worker.memory_info().rss < 2**30  # eight texts at once in the worker took 3 GB
         for thread in threads:
             thread.join(4 * PATIENCE)
         assert completes(client)

@@ -19,10 +19,10 @@ from support.pool import PATIENCE, Pool, until, with_path
 Patch = pytest.MonkeyPatch
 
 DESCRIPTORS = 300
-# Clients at once. Together with the broker's about 40 other connections there are not too many:
-# more could come while the broker's thread gets no processor, and then libzmq aborts.
+# Clients at once. The broker has about 40 other connections. More clients could use up the
+# descriptors while the broker's thread gets no processor, and then libzmq aborts.
 CROWD = 220
-MANY_ENDS = 20  # log lines, each of at least 30 connections: several hundred have come and gone
+MANY_ENDS = 20  # log lines, each about at least 30 ended connections: several hundred in all
 
 
 def with_descriptors(count: int) -> tuple[str, ...]:

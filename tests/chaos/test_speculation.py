@@ -23,10 +23,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 3, "logprobs": True},
     {"temperature": 0.0, "format": {"type": "regex", "pattern": "[12](, [12]){20,30}; end"}},
 ]
-PLACES = (3, 11, 19)  # ids, one place for each of OPTIONS
-# Drafts are checked even if they do not pay. Ends the process once for each request, by the length
-# of its answer, in a step that checks drafts after its number of ids in PLACES. The folder MARKS
-# has the requests that had their fault.
+PLACES = (3, 11, 19)  # number of ids before the fault, for each of OPTIONS
+# Drafts are checked even if they do not pay. Ends the process once for each request, in a step that
+# checks drafts after the number of ids in PLACES; `max_tokens` identifies the request. The folder
+# MARKS has a file for each request that had its fault.
 FAULT = f"""\
 import os, signal
 
@@ -103,7 +103,7 @@ def test_a_kill_in_a_step_with_drafts_changes_nothing(
             hit = client.generate("demo", PROMPT, max_tokens=count, **options)
             assert hit.attempts == 2 and (tmp_path / str(count)).exists()
             assert (hit.ids, hit.text, hit.reason) == (plain.ids, plain.text, plain.reason)
-        count, options = asked[0]  # its drafts are mostly right; nothing ends the worker now
+        count, options = asked[0]  # most of its drafts are right; no fault is left
         again = client.generate("demo", PROMPT, max_tokens=count, **options)
         assert (again.ids, again.attempts) == (wanted[0].ids, 1)
 

@@ -32,9 +32,9 @@ OPTIONS: dict[str, Any] = {
     "max_tokens": 200,
     "temperature": 0.9,
 }
-PLACES = (0, 1, 9, 26)  # ids, one place for each seed
-# Ends the process once for each seed, when its row has its number of ids in PLACES, or more if
-# several come together. The folder MARKS has the seeds that had their fault.
+PLACES = (0, 1, 9, 26)  # number of ids before the fault, for each seed
+# Ends the process once for each seed, when the seed's row has the number of ids in PLACES, or more
+# if several ids come together. The folder MARKS has a file for each seed that had its fault.
 FAULT = f"""\
 import os, signal
 

@@ -61,7 +61,7 @@ def test_a_lost_device_everywhere(dying: Chaos, phase: str) -> None:
     """A worker that loses its device at the third token is replaced, and all streams complete."""
     name = f"lost-{phase}"
     dying.assert_all_done(dying.start(30, 4, model=name))
-    if phase not in ("end", "after_end"):  # no request may be left to compute
+    if phase not in ("end", "after_end"):  # perhaps no request is left to compute
         assert dying.causes(name) == [CAUSES["device"]]
 
 
@@ -87,7 +87,7 @@ def test_a_kill_while_the_window_is_full(tmp_path: Path, monkeypatch: Patch) -> 
 
 def test_two_kills_of_one_stream(tmp_path: Path, monkeypatch: Patch) -> None:
     with Chaos(tmp_path, monkeypatch, model(step_us=20_000)) as chaos:
-        streams = chaos.start(220, 3)  # too many for any to end before the second kill
+        streams = chaos.start(220, 3)  # too many ids for a stream to end before the second kill
         for had in (20, 70):
             chaos.reach(streams, had)
             chaos.signal_worker("m/0", signal.SIGKILL)

@@ -84,7 +84,7 @@ def test_a_run_directory_in_which_no_broker_starts_is_named(
 def test_without_a_socket_standard_input_is_not_read(
     empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", object())  # no broker to read from
+    monkeypatch.setattr(sys, "stdin", object())  # fails if it is read
     assert main(["run", "m", "--run-dir", str(empty)]) == UNREACHABLE
 
 
@@ -133,7 +133,7 @@ def test_a_broker_that_takes_no_connection_is_given_up_within_a_second(
     The limit of 5 s is only for a broker that has accepted the connection.
     """
     assert request_flags.IPC_GRACE < request_flags.TCP_GRACE
-    start = 0.2  # seconds; on an idle machine the rest of 1 s is for Python and its imports
+    start = 0.2  # seconds of the 1 s for Python and its imports, on an idle machine
     assert start + request_flags.TCP_GRACE + request_flags.TICK <= 1
     given: list[float] = []
 
@@ -165,7 +165,7 @@ def test_connect_timeout_waits_for_a_broker(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             env={**pool.environment, "MLXPOOL_HISTORY": str(tmp_path)},
         )
-        try:  # its history has the request before a broker runs
+        try:  # the command's history has the request before a broker runs
             until(
                 lambda: any('"sent"' in f.read_text() for f in tmp_path.glob("client-*")),
                 "the command has sent its request",

@@ -65,7 +65,8 @@ def failures(client: Client) -> int:
 
 
 def test_a_proxy_without_a_broker_is_told_as_such() -> None:
-    # Repeated, because on a busy machine the proxy may take over 1 s to close.
+    # The request is repeated, because on a busy machine the proxy may take over 1 s to close a
+    # connection.
     with (
         Relay(("ipc", "/nowhere/at/all")) as relay,
         Client(endpoint=relay.endpoint, pace=NO_RESEND_PACE, connect_timeout=1) as client,

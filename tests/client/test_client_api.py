@@ -143,9 +143,9 @@ def test_a_call_given_up_long_ago_does_not_end_the_next_one(broker: FakeBroker) 
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(client.models(), 0.1)
             connection = connection_of(client)
-            while connection.waits():  # until its thread has forgotten the call
+            while connection.waits():  # until the client's thread has removed the call
                 await asyncio.sleep(0.001)
-            timer = connection.timer  # as if the forgotten call were long ago
+            timer = connection.timer  # as if the removed call had been sent long ago
             timer._waiting_since = timer._connected_at = -2.0 * PATIENCE
             later = asyncio.ensure_future(client.models())
             await asyncio.sleep(0)

@@ -111,7 +111,7 @@ def test_a_request_without_accepted_is_sent_again(broker: FakeBroker) -> None:
         again = broker.receive(kinds.GENERATE)
         assert again.header.attempt == 2
         assert again.body == {"model": "m", "batch": True, "prompt": "a", "options": {}}
-        broker.accepted(stream.id, seed=5, attempt=1)  # too late
+        broker.accepted(stream.id, seed=5, attempt=1)  # too late, because attempt 2 was sent
         broker.accepted(stream.id, seed=6)
         broker.tokens(stream.id, 0)
         broker.done(stream.id, 1)
@@ -213,7 +213,7 @@ def test_a_broker_that_starts_late_does_not_get_ended_requests(broker: FakeBroke
         with broker.client(connect_timeout=0.1) as client:
             with pytest.raises(BrokerLost, match="no broker answers at ipc://"):
                 client.generate("m", "a")
-            # The next request waits for the broker, also if it is slow.
+            # The next request waits for the broker, even if the broker is slow.
             connection_of(client).timer.pace = replace(NO_RESEND_PACE, connect_grace=PATIENCE)
             stream = client.stream("m", "b")
             assert late.open().accept() == stream.id
@@ -248,7 +248,7 @@ def settled(stream: Stream) -> Stream:
     """Waits for the end of a stream whose reader has left."""
 
     def ended() -> bool:
-        with contextlib.suppress(RuntimeError):  # before the end
+        with contextlib.suppress(RuntimeError):  # raised before the stream's end
             _ = stream.result
             return True
         return False
@@ -292,7 +292,7 @@ def test_acks_after_a_resume(broker: FakeBroker) -> None:
         iterator = iter(stream)
         next(iterator)
         before = len(broker.seen)
-        next(iterator)  # all three are read; the broker knows that from the resume
+        next(iterator)  # all three ids are read; the broker knows it from the resume
         for _ in range(3):
             broker.receive(kinds.PING)
         broker.accepted(request)

@@ -15,8 +15,8 @@ import pytest
 from support.counting_checker import expected_ids
 from support.pool import PATIENCE, Pool
 
-# A program of its own: it forks, and must end like any program. MADE and DONE are replaced. The
-# alarm ends a child that waits without an end.
+# A separate program, because it forks and must end like any program. MADE and DONE are replaced.
+# The alarm ends a child that hangs.
 PROGRAM = """
 import asyncio, json, os, signal, sys, warnings
 from mlxpool.client import AsyncClient, Client, PoolError

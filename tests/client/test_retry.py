@@ -105,7 +105,7 @@ def test_another_boot_or_link_than_the_streams_sends_it_again(
     story.retry.identified(home, story.at)
     assert why in story.retry.why
     assert story.tick() is Action.SEND
-    story.retry.identified(home, story.at)  # the new sending is under way
+    story.retry.identified(home, story.at)  # the request was just sent again
     assert story.tick() is Action.NOTHING and story.state.attempt == 2
 
 

@@ -162,7 +162,7 @@ def strike(broker: ModelBroker, reader: Reader, fault: str) -> None:
     elif fault == "drain":
         if (
             reader.state.boot or reader.state.attempt > 1
-        ):  # otherwise the error refuses the request and ends it
+        ):  # otherwise the drain's error would refuse the request and end it
             broker.drain()
     elif fault in ("relink", "restart"):
         getattr(broker, fault)()

@@ -110,7 +110,7 @@ def test_a_worker_that_comes_back_elsewhere_brings_a_new_key(pool: HostedPool) -
     id, host = next(iter(pool.cluster.hosts.items()))
     old = keys.read(next(host.folder.glob("*.key")))
     assert old.public in (pool.folder / "pool.toml").read_text()
-    pool.cluster.start_worker(pool.cluster.orders[id])  # `host` runs on: it is not ended
+    pool.cluster.start_worker(pool.cluster.orders[id])  # the worker in `host` is not ended
     until(lambda: old.public not in (pool.folder / "pool.toml").read_text(), "it has a new key")
     host.end(10.0)
     pool.wait_ready(2)

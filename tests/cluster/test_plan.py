@@ -29,7 +29,7 @@ def worker(id: str, node: str = "n1", *, model: str = "m", fingerprint: str = "n
 def test_the_broker_says_how_many_within_bounds() -> None:
     assert wanted_workers(M, Report({"m": 3}, LATE), 1) == 3
     assert wanted_workers(M, Report({"m": 9}, LATE), 1) == 4
-    assert wanted_workers(M, Report({}, LATE), 3) == 1  # without any request for it
+    assert wanted_workers(M, Report({}, LATE), 3) == 1  # the report has no number for m
     assert wanted_workers(FIXED, Report({"f": 0}, LATE), 0) == 2
 
 

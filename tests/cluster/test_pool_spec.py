@@ -35,7 +35,7 @@ def test_models_with_a_section_are_those_of_the_cluster(tmp_path: Path) -> None:
     assert same == {
         "small": ModelSpec("small", 1, 4, -1, 60.0, ""),
         "fixed": ModelSpec("fixed", 2, 2, 2, 300.0, ""),
-        "count": ModelSpec("count", 1, 1, 0, 300.0, ""),  # it has no use for a GPU
+        "count": ModelSpec("count", 1, 1, 0, 300.0, ""),  # a counting model, which uses no GPU
     }
     assert spec.state_dir == "/jobs"
     assert spec.folder_path() == Path.home() / ".mlxpool" / "ray" / "pool"

@@ -21,7 +21,7 @@ from mlxpool.common.gpus import (
         ("GPU-a, 3", ("GPU-a", "3")),
         ("MIG-GPU-a/1/0", ("MIG-GPU-a/1/0",)),
         ("0,1,0,1", ("0", "1")),  # a GPU counts once, however often it is named
-        ("1,-1,0", ("1",)),  # as CUDA reads it
+        ("1,-1,0", ("1",)),  # as in CUDA, -1 ends the list
         ("-1", ()),
         ("NoDevFiles", ()),  # Slurm's value for a job without GPUs
         ("0,none,1", ("0",)),
@@ -82,7 +82,7 @@ def test_a_group_needs_a_gpu_for_each_rank_or_none_at_all() -> None:
         ("1", "0,1", "1"),
         ("1,0", "0,1", "1,0"),
         ("0", "0,0", "0"),
-        ("0", None, "0"),  # one of the driver's two GPUs
+        ("0", None, "0"),  # not all: the driver has two GPUs
         ("0,1", None, None),
     ],
 )

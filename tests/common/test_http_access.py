@@ -13,7 +13,7 @@ OWN, OTHER = f"http://{HOST}", "https://evil.example"
 @pytest.mark.parametrize(
     ("origins", "sites"),
     [
-        ([], []),  # a program
+        ([], []),  # a program, not a browser
         ([OWN], []),
         ([OWN.upper()], ["same-origin"]),
         ([f"https://{HOST}"], ["same-origin"]),  # behind a proxy with TLS
@@ -33,7 +33,7 @@ def test_programs_and_pages_of_this_or_an_allowed_origin_may(
     [
         ([OTHER], [], "a page of 'https://evil.example'"),
         ([OTHER], ["none"], "a page of"),
-        (["null"], [], "a page of 'null'"),  # a sandboxed frame, a file
+        (["null"], [], "a page of 'null'"),  # from a sandboxed frame or a file
         ([""], [], "a page of ''"),
         (["http://127.0.0.1:8080"], ["same-site"], "a page of"),
         (["http://localhost:11434"], [], "a page of"),

@@ -58,7 +58,7 @@ def refused(**raw: Any) -> str:
 
 def test_every_option_has_a_check_and_is_tested_here() -> None:
     assert {f.name for f in fields(Options)} == set(CHECKS)
-    elsewhere = {"format"}  # test_answer_format.py
+    elsewhere = {"format"}  # tested in test_answer_format.py
     texts = {"logit_bias", "stop", "suffix"}
     assert {*INTEGERS, *NUMBERS, *FLAGS, *elsewhere, *texts} == set(CHECKS)
 
@@ -68,7 +68,7 @@ def test_the_keywords_of_the_client_are_the_options_and_the_keys_of_a_request() 
     assert not GenerateOptions.__required_keys__
     elsewhere = {"echo", "prompt_logprobs"}  # flags of `run`, not of `chat`
     elsewhere |= {"continue_message", "plain_contents", "suffix"}  # for prompts without a flag
-    maps = {"logit_bias", "format"}  # which cannot be flags
+    maps = {"logit_bias", "format"}  # maps cannot be flags
     assert set(module.FLAGS) == set(CHECKS) - maps - elsewhere
 
 

@@ -13,7 +13,7 @@ from mlxpool.common.config.loading import load
 from mlxpool.common.config.schema import BUILTIN, Counting, KeyConfig, ModelConfig, PoolConfig
 
 FILE = Path(__file__).parents[2] / "deploy" / "mlxpool.toml"
-# Their defaults depend on the machine, or they have none.
+# Settings without a default, or with a default that depends on the machine.
 SHOWN_AS_COMMENT = {
     "run_dir",
     "prefix_dir",

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = make_architecture.PAGE.read_text("utf-8")
 TOPS = "|".join(make_architecture.SOURCES)
 PATH = re.compile(rf"`((?:{TOPS})/[\w/]+\.(?:py|html))`")
-MAX_FORMS = 9  # of a request, from a client to the scheduler
+MAX_FORMS = 9  # the most forms of a request, from a client to the scheduler
 BOUNDS = {  # the most files that a change touches
     "a sampling option": 3,
     "a field of an HTTP interface": 3,

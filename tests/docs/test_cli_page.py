@@ -113,8 +113,8 @@ path = "/nowhere/at/all"
 path = "builtin:counting"
 counting.step_us = 20000
 """
-# Commands that serve print nothing; tests/bench checks the output of `bench`; `ray` needs a
-# cluster.
+# Commands whose JSON is not tested here: servers print nothing, tests/bench checks the output of
+# `bench`, and `ray` needs a cluster.
 SERVING = {f"mlxpool {name}" for name in ("serve", "broker", "worker", "gateway")}
 NO_JSON = {*SERVING, "mlxpool help", *(n for n in COMMANDS if " bench " in n or " ray " in n)}
 # The order matters, because a command changes the output of later ones. ID is a live request's id.

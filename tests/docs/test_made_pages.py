@@ -52,7 +52,7 @@ def test_every_variable_is_on_the_page() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", pool, re.M))
     names = {f"MLXPOOL_{key.upper()}" for key, default in rows.items() if default != "`[]`"}
     assert names == set(variables().values()), "lists, whose default is [], have no variable"
-    ours = {  # between our processes, and of tests
+    ours = {  # variables between our processes, and variables of tests
         "MLXPOOL_WORKER", "MLXPOOL_GATEWAY", "MLXPOOL_HYPOTHESIS", "MLXPOOL_BENCH",
         "MLXPOOL_FRESH_TMPDIR", "MLXPOOL_TESTS_TMPDIR",
     }  # fmt: skip

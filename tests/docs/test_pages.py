@@ -45,8 +45,8 @@ class Page:
 
     before: tuple[str, ...] = ()
     instead: Mapping[str, str] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()  # packages
-    programs: tuple[str, ...] = ()  # that some machines lack
+    needs: tuple[str, ...] = ()  # packages that the page needs
+    programs: tuple[str, ...] = ()  # programs of the page that some machines lack
 
 
 def unquoted(words: str) -> str:
@@ -115,7 +115,7 @@ PAGES = {
             LOADED,
             *KNOWN,
         ),
-        {  # depends on the machine
+        {  # texts that depend on the machine
             "slabs": "…",
             "up to 5.1 GB": "…",
             "cpu, 25.3 GB, 24.4 GB free now": "…",
@@ -171,7 +171,7 @@ def test_a_page_does_what_it_says(name: str, tmp_path: Path) -> None:
             pytest.skip(f"{program} is not installed")
     for entry in ("Makefile", "bench", "examples", "pyproject.toml", "tests", "worker"):
         (tmp_path / entry).symlink_to(ROOT / entry)
-    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")  # a page puts keys there
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")  # copied: a page writes keys there
     page = PAGES[name]
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as short:
         ports = ports_of_pages()
@@ -179,7 +179,8 @@ def test_a_page_does_what_it_says(name: str, tmp_path: Path) -> None:
         environment |= {"XDG_RUNTIME_DIR": short, "HOME": str(tmp_path), "XDG_CONFIG_HOME": short}
         environment["XDG_STATE_HOME"] = str(tmp_path / "states")
         environment[program_stubs.ROOT_VARIABLE] = short
-        environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices
+        # Otherwise LiteLLM fetches prices from the network.
+        environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
         wanted = [Command(text, None, 0) for text in page.before]
         wanted += commands((ROOT / name).read_text("utf-8"))
         wanted = [placed(page, command, Path(short), ports) for command in wanted]

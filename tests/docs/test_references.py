@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 NOTES = sorted(DOCS.glob("notes/*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *NOTES]
 TOPS = "bench|broker|client|cli|common|deploy|docs|examples|gateway|tests|worker"
-FILE = re.compile(  # `COMMIT:FILE` is a file of the history
+FILE = re.compile(  # does not match `COMMIT:FILE`, a file of the Git history
     rf"(?<![\w./~:-])((?:{TOPS})/[\w./-]+\.(?:cu|cuh|html|js|json|md|py|toml|yaml|yml|h))\b"
 )
 TEST = re.compile(r"\b(test_\w+)\b")

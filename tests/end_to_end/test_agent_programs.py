@@ -25,8 +25,8 @@ CACHE = Path.home() / ".cache" / "mlxpool-tests" / "npm"
 INSTALL_TIME = 300.0  # seconds, after which the test is skipped
 PATIENCE = 300.0  # seconds, after which the test fails
 ASK = "Say: it works"
-# Like demo-chat's own template for one message. With the names in the comment the model writes
-# calls.
+# Like demo-chat's own template for one message. The names in the template's comment show that the
+# model writes calls.
 TEMPLATE = (
     "{# {{ tools }} <tool_call> <think> enable_thinking reasoning_effort #}"
     "{%- set said = (messages | selectattr('role', 'equalto', 'user') | list)[-1] -%}"

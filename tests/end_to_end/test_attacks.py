@@ -305,7 +305,7 @@ def test_a_worker_cannot_take_the_slot_of_a_local_one(
         raw.send_multipart(frames.encode(Header(kinds.HELLO), {**body, "model": "counting"}))
         raw.send_multipart(frames.encode(Header(kinds.DELTAS, None, epoch), {"rows": []}))
     got: list[str] = []
-    # `who` answers the frame without an epoch; the peer is not welcomed.
+    # The broker refuses each `hello` and answers the deltas with `who`; it never sends `welcome`.
     while raw.poll(int(PATIENCE * 1000) if len(got) < 4 else 200):
         answer = frames.decode(raw.recv_multipart(), max_body=frames.MAX_BACK_BODY)
         got.append(answer.kind)

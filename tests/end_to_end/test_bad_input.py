@@ -58,7 +58,7 @@ def generate(**body: Any) -> list[bytes]:
     return frames.encode(Header(kinds.GENERATE, ident, 0, 1), whole)
 
 
-# One value of each decoder: tests/common/protocol and broker/core/test_life.py have all of them.
+# One bad value for each decoder; tests/common/protocol and broker/core/test_life.py test all.
 GARBAGE: dict[str, tuple[list[bytes], str, str]] = {
     "no msgpack": ([b"\xc1\xc1"], "bad_request", "not msgpack"),
     "other version": ([msgpack.packb([2, "ping", None, 0, 0, 0])], "version_mismatch", "version 2"),
@@ -126,7 +126,7 @@ def read_ids(peer: RawPeer, least: int) -> None:
 
 def test_a_duplicate_id_ends_nothing(pool: Pool) -> None:
     ident = os.urandom(16)
-    # Enough tokens for the second message to come in time: the id of an ended stream is free.
+    # The stream still runs when the second message comes: the id of an ended stream is free.
     body = {"model": "slow", "prompt": "x", "options": {"max_tokens": 2000, "seed": 1}}
     with RawPeer(pool.run_dir) as peer:
         peer.say(Header(kinds.GENERATE, ident, 0, 1), body)
@@ -236,7 +236,7 @@ def test_a_client_that_never_acks_gets_slow_consumer(strict_pool: Pool) -> None:
         )
 
         def ended() -> int:
-            peer.say(Header(kinds.PING))  # alive, but not reading
+            peer.say(Header(kinds.PING))  # the client is alive, but does not read
             return _failed(strict_pool, "slow_consumer")
 
         until(ended, "it is too slow")
@@ -274,7 +274,7 @@ def test_an_ack_beyond_the_sent_ids_is_an_error(pool: Pool) -> None:
             Header(kinds.GENERATE, ident, 0, 1),
             {"model": "slow", "prompt": "x", "options": {"max_tokens": 2000, "seed": 1}},
         )
-        # An ended stream has no ids to acknowledge.
+        # The stream still runs: an ended stream has no ids to acknowledge.
         peer.say(Header(kinds.ACK), {"have": [[ident, 10_000]]})
         error = error_beside(peer, ident)
         assert error.header.id is None and "10000" in error.body["message"]

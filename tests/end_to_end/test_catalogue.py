@@ -89,7 +89,8 @@ def test_every_folder_is_listed_as_a_model(pool: Pool) -> None:
         "demo", "demo-chat", "demo-embed", "counting", "kept", "alias", "short",
         "sound", "org/copy", "broken", "nothing", "link", "gguf",
     }  # fmt: skip
-    until(lambda: wanted <= names(pool), "all are found")  # an answer waits only for a limited time
+    # An answer may lack models: it waits only for a limited time.
+    until(lambda: wanted <= names(pool), "all are found")
     assert names(pool) == wanted
 
 
@@ -163,7 +164,8 @@ def test_a_repaired_model(pool: Pool, models: Path, tmp_path: Path) -> None:
     assert "rms_norm_eps" in looked_at(pool, "mended")["error"]
     write_json(tmp_path / "config.json", {**settings, "rms_norm_eps": 1e-6})
     (tmp_path / "config.json").replace(models / "mended" / "config.json")
-    with pool.client() as client:  # this client does not list the models: the request looks again
+    # This client does not list the models: the request causes the new inspection.
+    with pool.client() as client:
 
         def answers() -> bool:
             try:

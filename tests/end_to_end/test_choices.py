@@ -226,8 +226,8 @@ def test_choices_report_the_prompt_once(client: Client) -> None:
     choices = client.choices("demo", "once " + WORDS, **ask)
     size = choices.usage["prompt_tokens"]
     cached, *others = [item.usage["cached_tokens"] for item in choices]
-    assert cached == 0  # it reports the prompt, and reads it
-    first, *rest = sorted(others)  # one of them may have read it before
+    assert cached == 0  # the first choice reports the prompt, so it reads the whole prompt
+    first, *rest = sorted(others)  # one of the others may have read the prompt before
     assert (first < 20 or first == size - 1) and rest == [size - 1] * 2
     assert len(choices.prompt) == size
     for choice in choices:

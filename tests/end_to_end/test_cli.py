@@ -125,7 +125,8 @@ def test_models_from_a_folder_and_from_flags(tmp_path: Path) -> None:
         def names() -> set[str]:
             return {m["name"] for m in pool.cli_json("models")["models"]}
 
-        until(lambda: wanted <= names(), "all are found")  # an answer waits only for a limited time
+        # An answer may lack models: it waits only for a limited time.
+        until(lambda: wanted <= names(), "all are found")
         assert names() == wanted
 
 

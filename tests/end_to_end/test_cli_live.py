@@ -65,7 +65,8 @@ def test_tables_fit_the_terminal(
             assert terminal.ended() == 0
     lines = [line.rstrip() for line in terminal.shown.splitlines()]
     (head,) = (number for number, line in enumerate(lines) if line.startswith(shown[0]))
-    assert max(len(line) for line in lines if "/nowhere" not in line) <= columns  # is not cut
+    # A line with the path /nowhere is not cut.
+    assert max(len(line) for line in lines if "/nowhere" not in line) <= columns
     rows = list(takewhile(lambda line: not re.match("broken|no room|q quit", line), lines[head:]))
     assert set(shown) <= set(lines[head].split())
     assert all(re.search(r"\d (B|kB|MB|GB|s|ms|min|h)$|\w$|-$", row) for row in rows), rows
@@ -114,7 +115,7 @@ def test_top_shows_sorts_and_quits(pool: Pool) -> None:
         next(deltas)
         with on_terminal(pool, "top") as top:
             top.until("slow/0")
-            top.until("1 live")  # without another test's stream, whose cancel may come late
+            top.until("1 live")  # another test's stream has ended, whose cancel may come late
             assert "RESTARTS" in top.shown
             assert "sorted by model, rising" in top.shown
             top.send("t")
@@ -251,7 +252,7 @@ def test_ctrl_c_ends_the_answer_but_not_the_chat(pool: Pool) -> None:
         chat.until(">>> ")
         chat.send("hello\n")
         begun = chat.until("hello")
-        begun = chat.until(" ", after=begun + 2)  # its first token is shown
+        begun = chat.until(" ", after=begun + 2)  # the answer's first token is shown
         chat.send("\x03")
         at = chat.until("(cancelled)", after=begun)
         at = chat.until(">>> ", after=at)

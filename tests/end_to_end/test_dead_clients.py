@@ -11,7 +11,7 @@ import pytest
 
 from support.pool import PATIENCE, Pool, until
 
-# Without the end of the connection nothing would end the streams of these clients in time.
+# Only the end of its connection ends a client's stream in time: `client_grace` is too long.
 CONFIG = """
 [pool]
 client_grace = "1h"

@@ -54,7 +54,7 @@ def test_one_question_and_several_agree(client: Client) -> None:
 def test_probabilities_are_those_of_a_completion_of_the_same_chat(client: Client) -> None:
     content = f"{TEXT}\n\nA. one\nB. two\nAnswer with one letter: Which?"
     ids = [client.tokenize("demo", text)[-1] for text in ("A", " A", "B", " B")]
-    biases = {token: 50.0 for token in ids}  # so that they are among the likeliest
+    biases = {token: 50.0 for token in ids}  # so that these ids are among the likeliest
     result = client.generate(
         "demo",
         messages=[{"role": "user", "content": content}],

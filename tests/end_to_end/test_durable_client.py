@@ -22,7 +22,7 @@ sequences = 4
 counting.step_us = {step}
 """
 COUNT = 300
-# Microseconds a token: streams cannot end before their fault, and end soon after it.
+# Microseconds per token before and after a fault: streams cannot end before it, and end soon after.
 BEFORE, AFTER = 200_000, 1000
 
 

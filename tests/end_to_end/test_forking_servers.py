@@ -148,7 +148,7 @@ def test_gunicorn_with_preload(pool: Pool, tmp_path: Path) -> None:
             "gunicorn starts",
         )
         assert server.poll() is None, (tmp_path / "log").read_text()
-        for _ in range(4):  # both workers
+        for _ in range(4):  # enough requests for both workers
             assert get(address, "/own") == (200, TEXT)
             status, said = get(address, "/import")
             assert status == 500 and FAULT in said and str(server.pid) in said

@@ -108,7 +108,7 @@ def test_the_concurrent_requests_of_a_key_are_bounded(pool: Pool) -> None:
     with GatewayThread(pool.run_dir, per_key=1) as gateway:
         url = f"{gateway.url}/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=PATIENCE) as stream:
-            lines = stream.iter_lines()  # deleting it closes the connection
+            lines = stream.iter_lines()  # deleting this iterator closes the connection
             next(lines)
             response = httpx.post(url, json=body, timeout=PATIENCE)
             refused(response, 429, "over_quota")
@@ -262,7 +262,7 @@ def test_a_deadline_that_passes_before_the_model_is_loaded(pool: Pool) -> None:
 def test_a_deadline_that_passes(pool: Pool) -> None:
     body = {"model": "slow", "prompt": "x", "max_tokens": 10**6}
     with pool.client() as client:
-        client.tokenize("slow", "")  # the model is loaded
+        client.tokenize("slow", "")  # loads the model
     with GatewayThread(pool.run_dir, deadline=0.1) as gateway:
         response = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=PATIENCE)
         refused(response, 504, "deadline_exceeded")

@@ -235,6 +235,6 @@ def test_a_gateway_that_is_killed_while_a_batch_is_made(
         assert batch.id == again.id
         check(second, over(second, batch.id), count, padding)
         left = [row for row in client.files(purpose="batch_lines") if not row["complete"]]
-        assert len(left) <= (0 if succeeded else 1)  # it is deleted after an hour
+        assert len(left) <= (0 if succeeded else 1)  # an incomplete file is deleted after an hour
         for row in left:
             client.delete_file(row["key"])

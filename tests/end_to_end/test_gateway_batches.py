@@ -54,7 +54,7 @@ def told(prompt: str, count: int = 5) -> str:
 
 
 def test_a_file_is_kept_listed_read_and_deleted(api: openai.OpenAI, url: str) -> None:
-    data = b"x" * 700_000 + b"\r\n--not the boundary\n"  # of several parts
+    data = b"x" * 700_000 + b"\r\n--not the boundary\n"  # a file of several parts
     file = api.files.create(file=("träume.jsonl", data), purpose="batch")
     assert (file.bytes, file.filename, file.purpose) == (len(data), "träume.jsonl", "batch")
     assert api.files.content(file.id).read() == data
@@ -82,7 +82,7 @@ def test_every_line_is_answered(api: openai.OpenAI, endpoint: str, url: str) -> 
     answer = httpx.get(f"{url}/v1/batches/{batch.id}", timeout=PATIENCE).json()
     assert not faults(answer, "Batch")
     assert not [*unknown_members(answer, {"$ref": "#/components/schemas/Batch"})]
-    api.files.delete(file)  # the results do not need it
+    api.files.delete(file)  # the results do not need the input file
     answers = results(api, batch.output_file_id)
     assert [*answers] == names
     for name, row in answers.items():
@@ -113,7 +113,7 @@ def test_files_of_results_are_deleted_one_by_one(api: openai.OpenAI, url: str) -
     for call in calls:
         with pytest.raises(openai.NotFoundError, match="there is no file"):
             call(output)
-    assert [*results(api, error)] == ["long"]  # no other line is left
+    assert [*results(api, error)] == ["long"]  # the error file has no other line
     assert api.batches.retrieve(batch.id) == batch
     api.files.delete(error)
     for call in calls:
@@ -192,7 +192,7 @@ def test_sent_twice_it_is_one_batch(api: openai.OpenAI, pool: Pool) -> None:
     over(api, first.id)
     api.files.delete(file)
     with pool.client() as native, pytest.raises(BadRequest, match="release the batch"):
-        native.delete_file(native.batch(first.id).row["file"])  # the results are read with it
+        native.delete_file(native.batch(first.id).row["file"])  # the results need this file
     assert begin(api, file, extra_headers=headers).id == first.id
     for more in ({"metadata": {"a": "b"}}, {"completion_window": "48h"}):
         with pytest.raises(openai.ConflictError, match="take another key"):

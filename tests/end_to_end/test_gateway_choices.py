@@ -177,7 +177,7 @@ def test_an_evaluation_of_token_ids(api: openai.OpenAI, client: Client) -> None:
         logprobs = choice["logprobs"]
         assert len(logprobs["tokens"]) == len(ids) + 1
         check(logprobs, ids, len(ids))
-        # The harness's reading of the answer.
+        # Computes the score as the evaluation harness does.
         score = sum(logprobs["token_logprobs"][len(left) : -1])
         row = demo_logprobs(ids)
         wanted = sum(row[len(left) + n - 1][token] for n, token in enumerate(right))
@@ -206,7 +206,7 @@ def test_a_prompt_alone(api: openai.OpenAI, client: Client, stream: bool) -> Non
     assert (merged["text"], merged["finish_reason"]) == (PROMPT, "length")
     logprobs = merged["logprobs"]
     check(logprobs, ids, len(logprobs["tokens"]))
-    # The first token is the tokenizer's, which has no place in the text.
+    # The first token is added by the tokenizer and is not part of the text.
     assert logprobs["text_offset"][:2] == [0, 0]
     ends = zip(logprobs["tokens"][1:], logprobs["text_offset"][1:], strict=True)
     assert all(PROMPT[at : at + len(token)] == token for token, at in ends)

@@ -196,7 +196,7 @@ PREFLIGHT = b"OPTIONS / HTTP/1.1\r\norigin: https://a.example\r\naccess-control-
     "asked",
     [
         b"POST /v1/completions HTTP/1.1",
-        b"POST / HTTP/1.1",  # its route does not accept POST
+        b"POST / HTTP/1.1",  # the route of / does not accept POST
         b"DELETE /v1/models HTTP/1.1",
         b"PURGE /nowhere HTTP/1.1",
         b"GET /health HTTP/1.1",

@@ -14,7 +14,7 @@ from support.pool import Pool
 
 MODEL = "demo-chat"
 WHO: Any = [{"role": "user", "content": "Who are you?"}]
-THOUGHTS = "The user asks what I am. I answer."  # without a bound
+THOUGHTS = "The user asks what I am. I answer."  # the model's thoughts without a token limit
 ANSWER = "I am demo-chat"
 GREEDY: dict[str, Any] = {"model": MODEL, "messages": WHO, "temperature": 0, "seed": 1}
 

@@ -48,7 +48,7 @@ def same(found: Any, expected: Any) -> bool:
 
 def test_openais_client_gets_floats_and_base64(openai: OpenAI, client: Client) -> None:
     expected = client.embed("embed", TEXTS)
-    response = openai.embeddings.create(model="embed", input=TEXTS)  # base64 below
+    response = openai.embeddings.create(model="embed", input=TEXTS)  # the client requests base64
     assert same([row.embedding for row in response.data], expected)
     assert [row.index for row in response.data] == list(range(len(TEXTS)))
     assert (

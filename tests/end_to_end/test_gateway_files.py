@@ -216,7 +216,8 @@ def test_a_content_length_that_is_not_true(pool: Pool, native: Client, tmp_path:
     with GatewayThread(pool.run_dir, keys=keys_file(tmp_path), **times) as impatient:
         short = answer_of(raw(impatient, len(body) - 100, body))
         assert short.startswith(b"HTTP/1.1 400 ") and b"last boundary" in short
-        for length, part in ((len(body) + 100, body), (len(body), HEAD)):  # the rest never comes
+        # The rest of the body never comes.
+        for length, part in ((len(body) + 100, body), (len(body), HEAD)):
             assert answer_of(raw(impatient, length, part)).startswith(b"HTTP/1.1 408 ")
     until(lambda: not native.files(), "nothing is left of them")
 
@@ -250,4 +251,4 @@ def test_a_broker_that_is_killed_in_the_middle(tmp_path: Path) -> None:
             ]  # fmt: skip
             native.delete_file(row["key"])
         with openai_client(gateway.url) as client:
-            assert len(sent(client, QUOTA - 1000)) > 0  # no other bytes are counted
+            assert len(sent(client, QUOTA - 1000)) > 0  # the quota counts no other bytes

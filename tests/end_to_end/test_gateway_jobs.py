@@ -123,7 +123,7 @@ def test_many_readers_and_late_ones(http: httpx.Client) -> None:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    read()  # after its end
+    read()  # reads after the job's end
     assert received == [expected_ids("many", 7, 150)] * 13
 
 
@@ -134,7 +134,7 @@ def test_a_reader_comes_again_from_each_event(http: httpx.Client) -> None:
     with reading(http, "again") as events:
         whole = list(events)
     wanted = expected_ids("again", 7, 60)
-    # A late reader has all ids in one event, and the end.
+    # A late reader gets all ids in one event, then the end.
     for number in {0, (len(whole) - 1) // 2, len(whole) - 2}:
         with reading(http, "again", whole[number].id) as events:
             rest = list(events)
@@ -143,7 +143,7 @@ def test_a_reader_comes_again_from_each_event(http: httpx.Client) -> None:
     path = "/v1/jobs/again/events"
     over = http.get(path, headers={"last-event-id": whole[-1].id})
     assert (over.status_code, over.content) == (204, b"")
-    with reading(http, "again", "3.17") as events:  # of a generation that no longer exists
+    with reading(http, "again", "3.17") as events:  # an event of a generation that no longer exists
         again = list(events)
     assert (again[0].kind, again[0].data) == ("restarted", {"gen": 0})
     assert ids_of(again) == wanted
@@ -238,7 +238,8 @@ def test_keys_are_owners(pool: Pool, tmp_path: Path) -> None:
         http_client(gateway.url, BOB) as bob,
     ):
         job = submit(alice, "own", 3)
-        other = submit(bob, "own", 5)  # owners' keys of jobs are separate, too
+        # The same key of another owner is another job.
+        other = submit(bob, "own", 5)
         assert job["id"] != other["id"]
         for path in ("", "/events"):
             assert bob.get(f"/v1/jobs/{job['id']}{path}").status_code == 404

@@ -255,7 +255,7 @@ def test_a_client_that_leaves_while_it_waits_for_the_answer(pool: Pool, attentiv
                 "POST", "/v1/responses", json.dumps(body), {"content-type": "application/json"}
             )
             (row,) = until(lambda: running(client), "it runs")
-            if stream:  # the client has read the id
+            if stream:  # the client reads the id before it leaves
                 assert b"response.created" in connection.getresponse().read1(4096)
             connection.close()
             until(partial(is_in, client, row["job"], end), f"the job is {end}")

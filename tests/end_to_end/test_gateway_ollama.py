@@ -422,7 +422,7 @@ def test_context_continues_a_conversation(client: ollama.Client) -> None:
 
 def test_context_of_a_model_without_a_template_and_of_raw(client: ollama.Client) -> None:
     until(lambda: info(client, "bare"), "the model was looked at")
-    options = {"num_predict": 2, "seed": 7}  # with these it does not end before
+    options = {"num_predict": 2, "seed": 7}  # the answer does not end earlier with this seed
     first = client.generate("bare", "hello", options=options)
     assert first.context is not None and len(first.context) == 5 + 2
     second = client.generate("bare", "again", options=options, context=first.context)

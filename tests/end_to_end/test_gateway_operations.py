@@ -301,7 +301,7 @@ def test_metrics_count_requests_tokens_and_what_is_in_flight(http: httpx.Client)
     assert http.post(route, json=body).status_code == 200
     assert http.post(route, json={**body, "model": "none"}).status_code == 404
     with http.stream("POST", route, json=ENDLESS) as stream:
-        lines = stream.iter_lines()  # deleting it closes the connection
+        lines = stream.iter_lines()  # deleting this iterator closes the connection
         next(lines)
         during = values(http.get("/metrics").text)
 
@@ -450,7 +450,7 @@ def test_a_draining_gateway_finishes_its_streams_and_refuses_new_requests(
     pool: Pool, tmp_path: Path
 ) -> None:
     with serving(pool, tmp_path / "log", "--drain-timeout", "600") as (process, url):
-        body = {**ENDLESS, "max_tokens": 300}  # 6 s, for the other requests
+        body = {**ENDLESS, "max_tokens": 300}  # takes 6 s, enough time for the other requests
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as stream:
             lines = stream.iter_lines()
             next(lines)

@@ -157,7 +157,8 @@ def test_a_batch_runs_in_the_pool_of_its_models(
     assert listed == [second.id, first.id]
     files = [file.id for file in client.files.list(limit=1)]
     assert files == [second.input_file_id, first.input_file_id]
-    with three[1].client() as native:  # the files of both are in the first pool that keeps files
+    # The files of both batches are in the first pool that keeps files.
+    with three[1].client() as native:
         assert len(native.files(purpose="batch")) == 2
 
 

@@ -260,7 +260,7 @@ def test_what_cannot_be_is_named(
 
 
 def test_thoughts_and_images_of_a_model_without(api: openai.OpenAI) -> None:
-    effort: Any = {"effort": "low"}  # programs send it to every model
+    effort: Any = {"effort": "low"}  # programs send an effort to every model
     api.responses.create(model="counting", input="x", reasoning=effort, max_output_tokens=1)
     url = f"data:image/png;base64,{base64.b64encode(b'x').decode()}"
     part = {"type": "input_image", "image_url": url, "detail": "auto"}

@@ -19,13 +19,13 @@ from support.worker_checkpoints import write_checkpoint
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
-# A bias towards the end of an object that is strong enough for a model that may go on.
+# A bias for `}`, strong enough that the model ends an object although it may add members.
 END = {str(demo()[1].encode("}")[-1]): 100}
 HI: Any = [{"role": "user", "content": "Describe a person."}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-# Models with random weights, by the template that shows how they write calls.
+# Chat templates of models with random weights; each template shows the model's format of calls.
 TEMPLATES = {
     "hermes": "{{ tools and '<tool_call>' }}{{ messages[0].content }}",
     "llama": "{{ tools and '<|python_tag|>' }}{{ messages[0].content }}",

@@ -137,7 +137,7 @@ def test_a_call_through_ollamas_client(served: Served) -> None:
     (call,) = [call for part in parts for call in part.message.tool_calls or []]
     assert (call.function.name, call.function.arguments) == ("weather", {"city": "Paris"})
     assert not any(part.message.content for part in parts) and parts[-1].done_reason == "stop"
-    assert served.asked["think"] is True  # tags know no levels
+    assert served.asked["think"] is True  # thinking between tags has no levels
 
 
 def test_earlier_calls_and_answers_reach_the_template(served: Served) -> None:

@@ -18,9 +18,9 @@ from support.worker_checkpoints import config, random_weights, write_checkpoint
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
 ASSISTANT = 259  # the id at which the answer to a chat begins
-# No byte occurs twice, because each token has one successor. A byte is a token, so the deltas cut
-# the escape sequence, the two bytes of a C1 control and of é, the three of a mark that reverses
-# text.
+# No byte occurs twice, because each token has one successor. Each byte is a token, so the deltas
+# split the escape sequence, the two bytes of a C1 control and of é, and the three bytes of a mark
+# that reverses text.
 TEXT = "A\x1b[2J\r\x07\x7f\u009b\u202eé\nz"
 SHOWN = r"A\x1b[2J\r\x07\x7f\x9b\u202e" + "é\nz"
 ERROR = "\x1b[2J\u202e\nmlxpool: a fake line\nts=1970-01-01 a fake line"
@@ -60,7 +60,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         for name, folder in paths.items()
     ]
     with Pool(tmp_path_factory.mktemp("pool"), "\n".join(tables)) as running:
-        for name in ("chain", "raising"):  # loaded, so that no progress is shown
+        for name in ("chain", "raising"):  # loads the models, so that no progress is shown later
             assert running.cli("load", name, "--wait").returncode == 0
         yield running
 

@@ -76,7 +76,8 @@ def test_a_text_names_images_by_tags(client: Client) -> None:
     other = client.generate("eyes", "See [img-0]: ", images=FILES[1:], **OPTIONS)
     both = client.generate("eyes", "See [img-1]: [img-0]", images=FILES, **OPTIONS)
     assert len({tuple(result.ids) for result in (first, other, both)}) == 3
-    assert first.usage["prompt_tokens"] == len("See : ") + 16 + 2 + 4  # marks and line ends
+    # 16 inputs of the image, 2 marks, and 4 line ends.
+    assert first.usage["prompt_tokens"] == len("See : ") + 16 + 2 + 4
 
 
 def test_the_same_image_in_two_conversations_is_encoded_once(pool: Pool, client: Client) -> None:
@@ -141,7 +142,7 @@ def test_what_is_wrong_with_images_is_named_and_nothing_is_lost(pool: Pool, clie
     assert pool.worker("eyes/0")["pid"] == pid, "the worker lives"
 
 
-MARKERS = {  # of each model: its template's text for an image, and the token with its place
+MARKERS = {  # model -> the template's text for an image; the token in its place, if it differs
     "eyes": ("<start_of_image>", "<image_soft_token>"),
     "grids": ("<|image_pad|>",),
     "crossed": ("<|image|>",),
@@ -156,7 +157,7 @@ def test_a_marker_is_text_in_messages_and_refused_in_prompts(
     asked = {"role": "user", "content": text}
     alone = client.generate(model, messages=[asked], **OPTIONS)
     other = client.generate(model, messages=[{**asked, "content": "is it a token?"}], **OPTIONS)
-    longer = len(marker) - len("it")  # of these models a byte is a token
+    longer = len(marker) - len("it")  # a byte is a token in these models
     assert alone.usage["prompt_tokens"] == other.usage["prompt_tokens"] + longer
     history = [asked, {"role": "assistant", "content": f"yes, {marker}"}, message((0, text))]
     assert len(client.generate(model, messages=history, **OPTIONS).ids) == seeing.STEPS

@@ -71,13 +71,14 @@ def test_streams_that_may_go_on_with_other_ids_have_no_gap(pool: Pool, client: C
                 assert delta.pos == len(ids)
                 ids += delta.ids
                 text += delta.text
-                if len(ids) - len(delta.ids) < 20 <= len(ids):  # the others are at least there
+                # Waits until all streams have at least 20 ids.
+                if len(ids) - len(delta.ids) < 20 <= len(ids):
                     far.wait(timeout=120)
             return stream.result, ids, text
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         results = list(threads.map(read, prompts))
-    # A worker computes on while its readers wait, so some of the streams may have ended.
+    # The worker computes on while the readers wait, so some streams may end before the kill.
     assert max(result.attempts for result, _, _ in results) == 2
     for result, ids, text in results:
         assert result.reason == "length"

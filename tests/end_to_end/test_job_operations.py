@@ -160,7 +160,7 @@ def test_operators_look_at_a_job_and_change_it(pool: Pool) -> None:
     assert pool.ask("job", job=job.id)["state"] == "cancelled"
     read = pool.cli("fetch", "long")
     assert read.returncode == 1 and "the job 'long' was cancelled" in read.stderr
-    for id in ("long", "abc"):  # a key, in place of an id of a request
+    for id in ("long", "abc"):  # a job's key instead of a request's id
         refused = pool.cli("cancel", id)
         assert refused.returncode == 2 and "--job KEY" in refused.stderr
     with pytest.raises(BadRequest, match="only dead and expired jobs"):
@@ -205,7 +205,7 @@ def test_a_bit_that_the_disk_changes_is_told(tmp_path: Path) -> None:
         file = tmp_path / "jobs" / "jobs-1.db"
         text = text_of(expected_ids("broken", 7, 300)).encode()
         data = file.read_bytes()
-        # A border of chunks or of pages can be anywhere in the text.
+        # A boundary of chunks or pages can be anywhere in the text, so several parts are tried.
         parts = (text[at : at + 24] for at in range(200, 1200, 8))
         part = next(part for part in parts if part in data)
         file.write_bytes(data.replace(part, bytes([part[0] ^ 1]) + part[1:]))
@@ -236,9 +236,10 @@ def test_a_reader_of_the_feed_misses_nothing_over_restarts(tmp_path: Path) -> No
                     client.submit("m", key, key=key, max_tokens=5, seed=7)
                 until(partial(ended_in_all, client, 4 * (round + 1)), "all have ended")
                 if round == 1:
-                    client.release("1-2")  # its end is reported all the same
+                    client.release("1-2")  # the end of a released job is reported, too
                 last = seen[-1][0] if seen else 0
-                rows = list(islice(client.follow_jobs(last, interval=0.01), 3))  # not all
+                # Reads only some of the rows.
+                rows = list(islice(client.follow_jobs(last, interval=0.01), 3))
                 seen += [(row["end_seq"], row["key"]) for row in rows]
             pool.kill()
             pool.start()
@@ -305,7 +306,7 @@ def test_a_notice_is_signed_and_outlives_the_broker(tmp_path: Path) -> None:
             until(lambda: not pool.ask("notices")["notices"], "it is delivered")
             with pool.client() as client:
                 assert client.job("told")["job"] == job.id
-    assert len(requests) >= 2  # on a busy machine it is refused more than once
+    assert len(requests) >= 2  # on a busy machine, the notice is refused more than once
     for request in requests:
         head, _, body = request.partition(b"\r\n\r\n")
         fields = dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:])

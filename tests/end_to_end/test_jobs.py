@@ -220,7 +220,7 @@ def test_all_die_at_once_and_the_jobs_are_done_once(tmp_path: Path) -> None:
             assert submitter.stdout is not None
             assert submitter.stdout.readline() == b"submitted\n"
             with pool.client() as client:
-                next(iter(client.fetch(keys[1])))  # a part of it is done
+                next(iter(client.fetch(keys[1])))  # a part of this job is done
             submitter.kill()
             kill_everything(pool)
         pool.start()
@@ -261,7 +261,7 @@ def test_a_stopped_broker_puts_its_jobs_back_and_counts_no_start(tmp_path: Path)
             with pool.client() as client:
                 client.submit("m", key, key=key, max_tokens=400, seed=7)
                 state = until(partial(_begun, client, key), "it runs")
-            if state == "done":  # on a busy machine, before the last stop
+            if state == "done":  # on a busy machine, the job ended before the last stop
                 if stops:
                     break
                 key = f"stop{next(numbers)}"  # or before the first: then another job is stopped

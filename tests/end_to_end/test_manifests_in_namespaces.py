@@ -227,13 +227,13 @@ def test_a_stream_outlives_the_cut_of_its_workers_link(deployed: Deployed) -> No
         deployed.network.link("worker", "down")
         try:
             until(lambda: deployed.total("pool", workers) == 0, "the worker is given up")
-            deployed.complete()  # in the other pool
+            deployed.complete()  # the worker of the other pool answers
         finally:
             deployed.network.link("worker", "up")
         until(lambda: deployed.total("pool", f'{workers},state="ready"') == 1, "the worker is back")
         ended = json.loads(stream.stdout.read().splitlines()[-1])
     assert stream.returncode == 0
-    # On a busy machine the worker may have been given up once more.
+    # On a busy machine the broker may have given up the worker more than once.
     assert deployed.total("pool", 'mlxpool_requests_resumed_total{model="demo"}') >= 1
     assert ended["reason"] == expected["reason"] == "length"
     assert ended["text"] == expected["text"]

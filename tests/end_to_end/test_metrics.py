@@ -137,7 +137,7 @@ def test_a_real_prometheus_scrapes_a_running_pool(pool: Pool, tmp_path: Path) ->
         answered = 'mlxpool_gateway_requests_total{route="/v1/models",status="200"}'
         until(lambda: prometheus.value(answered) == 1, "the answer is counted")
         with client.stream("slow", "hello", max_tokens=10_000) as stream:
-            reading = iter(stream)  # cancels when it is deleted
+            reading = iter(stream)  # deleting this iterator cancels the stream
             next(reading)
             query = 'mlxpool_requests_running{model="slow"}'
             until(lambda: prometheus.value(query) == 1, "the stream is seen running")
@@ -150,7 +150,7 @@ def test_a_real_prometheus_scrapes_a_running_pool(pool: Pool, tmp_path: Path) ->
             until(lambda: (prometheus.value(p50) or 0) > 0, "a quantile")
         rules = prometheus.get("rules")["groups"]
         assert {rule["health"] for group in rules for rule in group["rules"]} <= {"ok", "unknown"}
-        # A scrape that takes longer than 200 ms fails, and leaves no value.
+        # A scrape that takes longer than 200 ms fails and gives no value, so the query is repeated.
         until(lambda: prometheus.value("count(mlxpool_build_info)") == 1, "it names one version")
 
 
@@ -158,7 +158,7 @@ def test_a_scrape_while_the_broker_drains(tmp_path: Path) -> None:
     with Pool(tmp_path, CONFIG) as pool, pool.client() as client:
         base = url(pool)
         with client.stream("slow", "hello", max_tokens=10_000) as stream:
-            reading = iter(stream)  # cancels when it is deleted
+            reading = iter(stream)  # deleting this iterator cancels the stream
             next(reading)
             pool.ask("drain", timeout_ms=3_600_000)
             until(lambda: get(base, "/readyz") == (503, "draining\n"), "it is not ready")

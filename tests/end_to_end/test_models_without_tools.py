@@ -63,12 +63,13 @@ def test_natively(client: Client, model: str, said: str) -> None:
             ask()
         assert refused.value.message == said
     answer = client.generate(model, messages=HI, tools=[], max_tokens=3, ignore_eos=True)
-    assert len(answer.ids) == 3  # for every seed
+    assert len(answer.ids) == 3  # 3 ids for every seed, because of `ignore_eos`
 
 
 @pytest.mark.parametrize(
     ("model", "choice"),
-    [("demo", "auto"), ("counting", "auto"), ("counting", "required")],  # it cannot use a grammar
+    # The counting model cannot use a grammar, so it also refuses `required`.
+    [("demo", "auto"), ("counting", "auto"), ("counting", "required")],
 )
 def test_in_openais_interface(openais: openai.OpenAI, model: str, choice: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:

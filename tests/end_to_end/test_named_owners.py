@@ -87,7 +87,8 @@ def test_a_key_without_the_setting_is_refused_by_name(secure: SecurePool) -> Non
             named.generate("counting", "x", max_tokens=1)
         with pytest.raises(Unauthorized, match="may_name_owners"):
             named.jobs()
-        assert bob.generate("counting", "x", max_tokens=1).ids  # it is not disturbed
+        # A client that names no owner is not disturbed.
+        assert bob.generate("counting", "x", max_tokens=1).ids
 
 
 def test_keys_of_http_are_owners_of_the_pool(secure: SecurePool, tmp_path: Path) -> None:
@@ -129,7 +130,8 @@ def test_a_gateway_over_tcp_names_owners_if_both_sides_say_so(
             return httpx.post(url, json=asked, headers=headers, timeout=PATIENCE)
 
     assert answer("alice", "/v1/completions", True).status_code == 200
-    assert answer("bob", "/v1/completions", None).status_code == 200  # as one owner
+    # Without names, all clients of the gateway are one owner.
+    assert answer("bob", "/v1/completions", None).status_code == 200
     refused = answer("bob", "/v1/completions", True)
     assert refused.status_code == 502 and "may_name_owners" in refused.text
     asked = {"model": "counting", "prompt": "x"}

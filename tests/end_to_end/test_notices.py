@@ -151,7 +151,7 @@ def test_the_command_line_names_who_is_told_and_shows_it(running: tuple[Pool, Ho
     assert "NOTICE" in pool.cli("jobs", "--batches").stdout.splitlines()[0]
     released = pool.cli("release", "--batch", "cli", "--connect-timeout", "60")
     assert released.returncode == 0 and "was not delivered yet" in released.stderr
-    refused = len(hooks.at("/cli"))  # more than once on a busy machine
+    refused = len(hooks.at("/cli"))  # on a busy machine, more than one attempt was refused
     hooks.refusing.clear()
     until(lambda: len(hooks.at("/cli")) > refused, "it is told after the release")
     ((_, notice),) = {(headers["webhook-id"], body) for headers, body in hooks.at("/cli")}
@@ -229,7 +229,7 @@ def test_a_notice_outlives_brokers_and_is_signed_with_the_secret_of_its_try(
         third = secret_file(tmp_path / "third", secret_text(b"c"))
         pool.config.write_text(pool.config.read_text().replace(str(other), str(third)))
         pool.ask("reload")
-        # An attempt that was signed before the reload may come after it.
+        # An attempt that was signed before the reload may arrive after the reload.
         until(lambda: "c" in signers(hooks.at("/b")), "it is tried with the third secret")
         hooks.refusing.clear()
         until(lambda: not pool.ask("notices")["notices"], "it is delivered")

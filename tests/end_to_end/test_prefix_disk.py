@@ -151,7 +151,7 @@ def test_kills_at_any_moment_lose_no_token(
                     answer.result()
             assert outputs == [expected(prompt) for prompt in prompts]
             if least == 1:
-                pool.kill_worker("demo/0")  # while it saves
+                pool.kill_worker("demo/0")  # while the worker saves
         assert figures(pool).get("disk_bad", 0) == 0
 
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(mx.cuda.is_available(), reason="the ids are thos
 
 STORED = json.loads(published_models.ANSWERS.read_text(encoding="utf-8"))
 FILES = {"smollm2": published_models.smollm2, "gemma3": published_models.gemma3}
-MAX_PERPLEXITY_ERROR = {"smollm2": 1e-4, "gemma3": 5e-3}  # parts; Q6_K is rounded once more
+MAX_PERPLEXITY_ERROR = {"smollm2": 1e-4, "gemma3": 5e-3}  # relative; Q6_K is rounded once more
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 20}, "inhabitants": {"type": "integer"}},
@@ -79,7 +79,7 @@ def test_the_perplexity_of_a_text_is_mlx_lms(client: Client, model: str) -> None
 
 def test_a_chat(client: Client, model: str) -> None:
     asked: Any = [{"role": "user", "content": "What is the capital of France?"}]
-    if model == "gemma3":  # its file has no template
+    if model == "gemma3":  # Gemma's file has no template
         with pytest.raises(BadRequest, match="template"):
             client.generate(model, messages=asked, max_tokens=1)
         return
@@ -103,7 +103,7 @@ def test_a_tool_call_and_the_answer_with_its_result(url: str, model: str) -> Non
         "tool_choice": "required",
     }
     answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=PATIENCE)
-    if model == "gemma3":  # its file has no template
+    if model == "gemma3":  # Gemma's file has no template
         assert answer.status_code == 400 and "template" in answer.json()["error"]["message"]
         return
     message = answer.json()["choices"][0]["message"]

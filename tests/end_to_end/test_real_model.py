@@ -122,11 +122,12 @@ def test_the_memory_of_steps_is_shown_with_the_step_and_gone_later(
         return dict(pool.worker("good/0")["memory"])
 
     client.generate("good", "warm", max_tokens=1)
-    numbers = count()  # each prompt differs, so that no step is saved
+    numbers = count()  # each prompt differs, so that the cache saves no step
     until(lambda: memory()["peak"] == memory()["active"], "a second without a step")
     resting = memory()["compute"]
 
-    def shown() -> bool:  # a busy machine may not come to look within the second that it is shown
+    # The memory is shown for a second, which a busy machine may miss; so each try runs a step.
+    def shown() -> bool:
         client.generate("good", f"{next(numbers)}" + "d" * 450, max_tokens=1)
         return memory()["compute"] > resting
 
@@ -172,7 +173,7 @@ def test_a_bad_folder_is_named_and_other_models_are_served(
 def test_gguf_answers_as_its_folder(client: Client) -> None:
     asked: GenerateOptions = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
     expected = client.generate("good", "<s>def main():", **asked)
-    actual = client.generate("in_gguf", "def main():", **asked)  # its metadata add <s>
+    actual = client.generate("in_gguf", "def main():", **asked)  # the file's metadata add <s>
     assert actual.ids == expected.ids and actual.text == expected.text
 
 

@@ -15,7 +15,7 @@ from support.pool import Pool, until
 from support.secure_pool import COUNTING_MODEL, RemoteWorker, SecurePool
 
 STEPS = 300
-# Microseconds per token: of a worker whose stream must outlast its fault, and of others.
+# Microseconds per token of a worker whose stream must outlast a fault, and of other workers.
 SLOW_US, STEP_US = 200_000, 2000
 
 
@@ -95,7 +95,7 @@ def test_a_request_waits_for_a_worker_to_connect(shared: SecurePool, tmp_path: P
         with dialled(secure, tmp_path / "one"):
             assert list(stream.read().ids) == expected_ids("hello", 5, 20)
         until(lambda: not workers(secure), "it has left")
-        # The second cause occurs if the broker wrote to the worker just as it left.
+        # The second cause occurs if the broker wrote to the worker just as the worker left.
         assert secure.worker("counting/0")["last_exit"] in ("it left", "its connection ended")
 
 

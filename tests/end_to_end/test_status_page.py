@@ -43,7 +43,7 @@ counting.fault_in = "load"
 TOKEN = "operators-only-" + 2 * "0123456789abcdef"
 MAX_PAGE_BYTES = 100_000  # loaded before the first figures are shown
 ALARM = "#alarm:not([hidden])"
-FIGURE = "#cards .figure"  # of the first card: tokens a second
+FIGURE = "#cards .figure"  # the figure of the first card: tokens per second
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def browser() -> Iterator[Chromium]:
 @pytest.fixture
 def page(browser: Chromium, pool: Pool) -> Chromium:
     """The page, newly opened, with its first figures."""
-    browser.open("about:blank")  # the page before sends no more requests
+    browser.open("about:blank")  # so that the previous page sends no more requests
     browser.events()
     browser.console_messages()
     browser.open(url(pool))
@@ -146,7 +146,7 @@ def test_the_page_loads_only_from_its_broker_and_little(page: Chromium, pool: Po
             assert asked.scheme == "data" or asked.netloc == base.netloc, asked
             paths[params["requestId"]] = asked.path
         elif message["method"] == "Network.loadingFinished" and params["requestId"] in paths:
-            # The first request for each path: the page fetches figures again every second.
+            # Counts only the first request for a path: the page fetches figures again every second.
             loaded.setdefault(paths[params["requestId"]], int(params["encodedDataLength"]))
     assert 10_000 < sum(loaded.values()) <= MAX_PAGE_BYTES
     assert page.console_messages() == []
@@ -172,7 +172,7 @@ def test_a_failed_model_is_a_problem_in_the_words_of_ps(page: Chromium, pool: Po
     with pool.client() as client, pytest.raises(PoolError):
         client.generate("unsound", "hello", max_tokens=1)
     page.wait_for_text("#problems", "1 model failed")
-    # On a busy machine the lag of the loop is a second problem.
+    # On a busy machine the lag of the event loop is a second problem.
     until(lambda: re.fullmatch(r"ready, \d problems?", page.text("#state")), "the badge says so")
     assert page.run("return document.querySelector('#state').classList.contains('bad')")
     assert re.fullmatch(r"ready, \d problems? · mlxpool", page.run("return document.title"))
@@ -266,7 +266,7 @@ def test_an_operator_cancels_a_request_and_reads_a_log(browser: Chromium, tmp_pa
         browser.write("#token", TOKEN)
         browser.click("#cancel-yes")
         until(lambda: first not in browser.texts("#live tbody td.name"), "it is gone")
-        # The list may lack it before the answer to the cancel has come.
+        # The request may leave the list before the answer to the cancel comes.
         closed = "return !document.querySelector('#cancel').open"
         until(lambda: browser.run(closed), "the dialog is closed")
         (left,) = pool.ask("requests")["requests"]

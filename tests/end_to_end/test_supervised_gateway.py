@@ -160,7 +160,7 @@ def test_a_gateway_that_hangs_is_replaced(tmp_path: Path) -> None:
         stopped = pool.gateway(state="ready")["pid"]
         os.kill(stopped, signal.SIGSTOP)
 
-        def replaced() -> bool:  # on a busy machine more than once
+        def replaced() -> bool:  # on a busy machine, the gateway may be replaced twice
             row = pool.gateway()
             return bool(row["state"] == "ready" and row["pid"] != stopped)
 
@@ -170,7 +170,7 @@ def test_a_gateway_that_hangs_is_replaced(tmp_path: Path) -> None:
         def answers() -> bool:
             try:
                 return complete(pool.gateway()["url"]).status_code == 200
-            except httpx.TransportError:  # it was replaced once more
+            except httpx.TransportError:  # the gateway was replaced once more
                 return False
 
         until(answers, "it answers")

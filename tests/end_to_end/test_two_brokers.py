@@ -22,7 +22,7 @@ path = "builtin:counting"
 [models.m.counting]
 step_us = 2000
 """
-LONG = 1500  # tokens, at least three seconds of the model
+LONG = 1500  # tokens; the model takes at least three seconds for them
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,8 @@ def test_the_second_is_refused_and_takes_over_when_the_first_is_killed(
             why = "another broker has the store of jobs in this PostgreSQL database"
             assert why in refused.stderr and "stop it, or give another database" in refused.stderr
             assert "Traceback" not in refused.stderr
-            client.submit("m", "long", key="long", max_tokens=LONG, seed=7)  # it goes on as before
+            # The first broker goes on as before.
+            client.submit("m", "long", key="long", max_tokens=LONG, seed=7)
             seen = list(next(iter(client.fetch("long"))).ids)
         first.kill()
         until(lambda: sessions(server) == 0, "PostgreSQL has noticed the end of the first broker")
@@ -114,11 +115,11 @@ def test_a_broker_that_was_frozen_writes_nothing_after_another_took_over(
         with first.client() as client:
             with pytest.raises(StoreUnavailable):
                 client.submit("m", "more", key="more", max_tokens=5)
-            stream = client.generate("m", "a stream", max_tokens=5, seed=7)  # it needs no store
+            stream = client.generate("m", "a stream", max_tokens=5, seed=7)  # streams need no store
             assert list(stream.ids) == expected_ids("a stream", 7, 5)
         with second.client() as client:
             assert [row["key"] for row in client.jobs()] == ["long"]
             assert client.job("long")["gen"] == 0
         second.stop()
-        first.process.wait(PATIENCE)  # it sees that another broker has had the store, and ends
+        first.process.wait(PATIENCE)  # the broker sees that another broker had the store, and ends
         assert "another broker has taken the store of jobs over" in first.log()

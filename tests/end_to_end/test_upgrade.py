@@ -25,7 +25,7 @@ path = "builtin:counting"
 counting.step_us = {slow}
 """
 FAST, SLOW = 150, 300  # tokens
-# Microseconds per token: long streams outlast the upgrade, and end soon after it.
+# Microseconds per token before and after the upgrade: long streams outlast it, and end soon after.
 BEFORE, AFTER = 300_000, 1000
 SHORT, LONG = range(4), range(10, 14)  # seeds
 

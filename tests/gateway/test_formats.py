@@ -330,7 +330,8 @@ def test_any_arguments_are_reproduced(arguments: dict[str, Any]) -> None:
         ("harmony", f" to=functions.clock<|message|>{json.dumps(arguments)}"),
     ]:
         if tools == "harmony" and "<|" in written:
-            continue  # its marks are special tokens, which end a message within a string as well
+            # Harmony's marks are special tokens, which end a message even within a string.
+            continue
         begin, middle, end = parse(parser(tools), *text)
         assert (begin, end) == (CallBegin("clock"), CallEnd())
         assert isinstance(middle, CallArguments) and json.loads(middle.text) == arguments

@@ -32,7 +32,7 @@ from support.openapi_answers import validator
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 DOCUMENT = document(ROUTES, "1.2", keys=True)
-# path -> fields that its smallest body needs, so that other fields have a meaning
+# path -> fields added to the smallest body, so that other fields have a meaning
 BESIDE: Mapping[str, dict[str, Any]] = {
     CHAT: {"stream": True, "logprobs": True},
     TEXT: {"stream": True},
@@ -49,7 +49,7 @@ SAMPLES: tuple[Any, ...] = (
     {"include_usage": True}, {"include_usage": 1}, {"enable_thinking": True}, {"temperature": 0.5},
     {"temperature": -1}, {"num_thread": 3}, {"mirostat": 0}, {"mirostat": 2}, {"bogus": 1},
 )  # fmt: skip
-# Rules that a schema cannot express: another field, or the text itself, decides.
+# Values whose validity a schema cannot express: another field, or the text itself, decides.
 UNSAID: Mapping[str, tuple[Any, ...]] = {
     "best_of": (5, 21, 33),  # not with stream, and at least n
     "max_tokens": (0,),  # with echo or prompt_logprobs
@@ -76,7 +76,7 @@ UNSAID: Mapping[str, tuple[Any, ...]] = {
     ),
     "/v1/responses input": ([TOOL], [{"type": "web"}]),  # no message would be left
     "/v1/jobs tokens": ([0], [1, 2], [[1, 2]]),
-    **{f"/v1/jobs {name}": SAMPLES for name in OF_CALLS},  # they need the kind of a call
+    **{f"/v1/jobs {name}": SAMPLES for name in OF_CALLS},  # these fields need the kind of a call
     "/v1/jobs think": (True, False, "low"),
     "/v1/jobs tools": (
         [{}],
@@ -87,7 +87,7 @@ UNSAID: Mapping[str, tuple[Any, ...]] = {
         [{"type": "web"}],
     ),
     "/tokenize prompt": (None,),  # `messages` may replace it
-    "/tokenize messages": (HI,),  # they exclude a prompt
+    "/tokenize messages": (HI,),  # messages exclude a prompt
 }
 
 

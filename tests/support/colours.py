@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 # Matrices for linear RGB, for people without one kind of cone (Machado, Oliveira and Fernandes,
+# 2009).
 DEFICIENCIES = {
     "none": np.eye(3),
     "protanopia": np.array(

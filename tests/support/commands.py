@@ -18,7 +18,8 @@ from unittest.mock import patch
 
 from mlxpool.cli.main import FAILED, OK, main
 
-SERVERS = frozenset({"broker", "gateway", "serve", "worker"})  # they need a separate process
+# Commands that need a separate process.
+SERVERS = frozenset({"broker", "gateway", "serve", "worker"})
 
 
 def is_server(arguments: Sequence[str]) -> bool:

@@ -64,7 +64,7 @@ class Run:
 class Heard:
     """The frames of one (id, attempt), as its client sees them."""
 
-    pos: int | None = None  # None: a resume, whose first frame sets it
+    pos: int | None = None  # None: a resume without a frame; the first frame sets it
     ids: list[int] = field(default_factory=list)
     text: str = ""
     frames: int = 0

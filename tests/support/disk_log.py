@@ -129,7 +129,8 @@ class Disk:
         names, folders = dict(self._names), set(self._folders)
         for change in self._changes[: draw.randint(0, len(self._changes))]:
             _rename(names, folders, change)
-        likely = draw.choice((0.0, 0.1, 0.5, 0.9, 1.0))  # probability of an unsynced sector
+        # The probability that an unsynced sector is on the disk.
+        likely = draw.choice((0.0, 0.1, 0.5, 0.9, 1.0))
         target.mkdir()
         for folder in sorted(folders):
             (target / Path(folder).relative_to(self.root)).mkdir()

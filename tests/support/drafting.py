@@ -105,7 +105,7 @@ class ClockedSpeculator(Speculator):
     def __init__(self) -> None:
         super().__init__(NgramDrafter(), lambda load: 0.0, lambda: self.now)
         self.now = 100.0
-        self.seconds: list[float] = []  # of each step
+        self.seconds: list[float] = []  # the duration of each step
 
     def step_ended(self, rows: int, drafts: Drafts, seconds: float, *, measured: bool) -> None:
         self.seconds.append(seconds)

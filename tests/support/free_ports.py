@@ -12,7 +12,7 @@ from pathlib import Path
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST = 20_000  # Ray gives its workers 10,002 to 19,999; browsers refuse some lower ports
 USUAL_LIMIT = 32_768  # the begin of the kernel's own range, if it is unknown
-MIN_CHOICE = 2_000  # ports to choose from
+MIN_CHOICE = 2_000  # the fewest ports to choose from
 given: set[int] = set()  # ports given in this process
 
 

@@ -101,7 +101,7 @@ def byte_level_vocabulary(writer: GGUFWriter, pre: str = "gpt-2") -> None:
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(["t h"])  # not a token here; the writer leaves out an empty list
+    writer.add_token_merges(["t h"])  # `th` is not a token; the writer omits an empty list
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(EOS)
     writer.add_add_bos_token(True)

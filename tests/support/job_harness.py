@@ -54,7 +54,7 @@ class JobStory(Story):
         self.offset = WALL
         self.told: list[act.Tell] = []
         self.readings: dict[tuple[bytes, int], Reading] = {}
-        self.late = False  # commits wait until `settle`
+        self.late = False  # True: commits wait until `settle`
         self.forgotten: list[int] = []  # links
         self.posts: list[act.Post] = []  # notices
         self.inbox: list[core_actions.ToClient | core_actions.JobSetBack] = []

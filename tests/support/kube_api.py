@@ -69,7 +69,7 @@ class KubeApi(Closing):
                 "--service-cluster-ip-range=10.0.0.0/24",
                 "--authorization-mode=RBAC",
                 f"--token-auth-file={folder / 'tokens.csv'}",
-                # A controller would make the service accounts of pods.
+                # No controller runs here, which would create the service accounts of pods.
                 "--disable-admission-plugins=ServiceAccount",
             )
             until(self._ready, "the API server is ready", 2 * PATIENCE)

@@ -143,5 +143,5 @@ def _remove_left() -> None:
 
 def _forget(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):  # other namespaces have files in it
+    with suppress(OSError):  # other namespaces have files in the folder
         NAMES.rmdir()

@@ -250,7 +250,7 @@ class Pool(Closing):
                 try:
                     os.kill(pid, number)
                     pids.append(pid)
-                except ProcessLookupError:  # it has just ended; the next worker follows
+                except ProcessLookupError:  # the worker has just ended; the next worker follows
                     return False
             elif over():
                 pids.append(None)

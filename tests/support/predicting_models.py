@@ -84,7 +84,7 @@ def likely_right(weights: Mapping[str, np.ndarray], share: float = 0.002) -> dic
         elif ahead and "norm" in name:
             changed[name] = np.ones_like(array)
     size = len(weights[joint])
-    changed[joint] = np.eye(size, 2 * size, dtype=np.float32)  # the token's half
+    changed[joint] = np.eye(size, 2 * size, dtype=np.float32)  # only the half for the input token
     changed["model.norm.weight"] = np.ones_like(weights["model.norm.weight"])
     return changed
 

@@ -264,7 +264,7 @@ def systemctl(words: Sequence[str]) -> None:
     for key, value in service_variables(text, files=not instance).items():
         line = line.replace(f"${{{key}}}", value)
         os.environ[key] = str(placed(value)) if value.startswith("/run/") else value
-    if instance:  # its broker is on another machine, so only its arguments are checked
+    if instance:  # the broker is on another machine, so only the arguments are checked
         mlxpool(shlex.split(re.sub(r"\$\{(\w+)\}", r"of-\1", line).replace("%I", instance))[1:])
     else:
         start(
@@ -294,7 +294,7 @@ def start(name: str, command: Sequence[str]) -> None:
             time.sleep(0.02)
     with placed(f"/run/{name}.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    pid_file.write_text(f"{process.pid}\n")  # `cat` of several files keeps them apart
+    pid_file.write_text(f"{process.pid}\n")  # the line end separates pids in a `cat` of files
     command_ = [command[0], "--run-dir", str(placed("/run/mlxpool")), "ps"]
     while subprocess.run(command_, capture_output=True).returncode:
         need(process.poll() is None, placed(f"/run/{name}.log").read_text())

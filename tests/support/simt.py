@@ -50,9 +50,9 @@ WHY = {
     3: "a copy is not aligned",
     4: "the kernel has ended the program",
 }
-TOGETHER = "GridBarrier"  # in the text of kernels whose thread blocks wait for each other
+TOGETHER = "GridBarrier"  # in the source of kernels whose thread blocks wait for each other
 KEPT_DAYS = 14  # days that an unused library is kept, see `_remove_old`
-resident = True  # True: all thread blocks of such a kernel are resident at the same time
+resident = True  # True: all thread blocks of a TOGETHER kernel are resident at once
 
 
 @contextmanager

@@ -432,7 +432,7 @@ class StoreModel:
         op.ListEnded: _list_ended,
         op.ReadBacklog: _backlog,
         op.ReadFigures: _figures,
-        ListBatches: lambda store, asked: BatchList(()),  # batches use a real store
+        ListBatches: lambda store, asked: BatchList(()),  # tests of batches use a real store
         op.SetPoison: _set_poison,
         op.ReadPoisons: _poisons,
     }

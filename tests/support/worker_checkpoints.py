@@ -191,7 +191,7 @@ def refusal_of_worker(folder: Path) -> str:
 
     Asserts that `check` reports this error, and that a message can contain the error.
     """
-    from mlxpool.worker.compute.model_source import open_source  # it needs MLX
+    from mlxpool.worker.compute.model_source import open_source  # this import needs MLX
     from mlxpool.worker.diagnose.check import check
 
     with pytest.raises(ModelLoadFailed) as caught:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # options of mallopt(3)
 MAX_INT = 2**31 - 1
-MAX_PREFIX_BYTES = 2**25  # default of an engine: a pool allocates it at once
+MAX_PREFIX_BYTES = 2**25  # bytes; the default of engines: a pool allocates them at once
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,7 +54,7 @@ def small_on_a_gpu(on_cuda: bool) -> Iterator[None]:
 def small_prefix_caches() -> Iterator[None]:
     """Bounds the prefix caches of engines, which by default grow with the machine's memory."""
     try:
-        import mlxpool.worker.engine.memory  # noqa: F401  # it needs MLX
+        import mlxpool.worker.engine.memory  # noqa: F401  # this import needs MLX
         from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes as default
     except ImportError:
         yield
@@ -88,7 +88,7 @@ def simulated_kernels(on_cuda: bool) -> Iterator[set[str]]:
     if on_cuda:
         yield set()
         return
-    from support import simt  # it needs MLX
+    from support import simt  # this import needs MLX
 
     with simt.simulated() as called:
         yield called

@@ -27,7 +27,7 @@ NUMBERS = (
     *("rate", "context", "warm_up", "memory_rate", "acceptance", "cache", "count", "layers"),
     *("slo_ttft", "slo_tpot", "slo_itl", "slo_e2el"),
 )
-LEFT_OUT = ("--out", "--api-key")  # flags that a saved command line does not have
+LEFT_OUT = ("--out", "--api-key")  # flags that a saved command line omits
 LENGTHS = ("MEDIAN", "SIGMA", "MIN", "MAX")
 PROMPT_LENGTHS = (270, 1.0, 16, 1500)  # prompt and output fit into the embedded model's context
 OUTPUT_LENGTHS = (121, 0.7, 16, 512)

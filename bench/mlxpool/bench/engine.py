@@ -28,7 +28,7 @@ SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
     "top_p": {"temperature": 0.8, "top_k": 0, "top_p": 0.9},
 }
 COPY_BYTES = 1024**3  # size of the array whose copy measures the memory bandwidth
-WARMUP_STEPS = 8  # not counted
+WARMUP_STEPS = 8  # unmeasured steps before the measured steps
 OTHER = "the other checkout"
 SPARE_TOKENS = 16  # free tokens of a row's context after all steps
 
@@ -165,7 +165,7 @@ def _decode(
     bursts: dict[str, Burst] = {}
     for side in sides:
         bursts |= side.decodes(lengths, *extra)
-        _free_memory()  # the next side, another process, needs the memory of a prefill here
+        _free_memory()  # frees a prefill's memory for the next side, another process
     rates = _rates(bursts, options.rounds, options.steps, streams)
     del bursts
     _free_memory()

@@ -74,7 +74,7 @@ class Bench:
         for number in range(rows):
             if kind == ALL or (kind == ONE and number == 0):
                 options = Options.parse({"format": FORMAT, "seed": number})
-                most = tokens * (2 if kind == ONE else 1)  # the other rows end first
+                most = tokens * (2 if kind == ONE else 1)  # so that the other rows end first
                 batch.add(prompt, options, most + 2, self._compiler.constraint(FORMAT))
             else:
                 options = Options.parse({"ignore_eos": True, "seed": number})

@@ -22,7 +22,7 @@ from mlxpool.bench.measurement import Measurement, Progress, merged
 from mlxpool.bench.pools import MODEL, ready_workers, serving, temporary_run_dir, toml_of
 
 SPARE_CONTEXT = 64  # tokens beyond prompt and completion
-POOL_MEMORY = 10**12  # bytes: models are in memory of GPUs, which the pool does not know
+POOL_MEMORY = 10**12  # bytes; the models are in GPU memory, whose size the pool does not know
 
 
 def about(options: argparse.Namespace) -> str:

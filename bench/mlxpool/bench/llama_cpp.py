@@ -20,7 +20,7 @@ from typing import Any
 from mlxpool.bench.step_server import SPARE, Step, private_output, serve
 
 NAME = "llama.cpp"
-MAX_ID = 40_000  # bound of the ids of random prompts; vocabularies have more
+MAX_ID = 40_000  # bound of the ids of random prompts; vocabularies have more ids
 
 
 class Rows:

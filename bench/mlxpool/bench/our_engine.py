@@ -33,7 +33,7 @@ Burst = Callable[[int], float]  # number of steps -> mean seconds of a step
 
 UNLIMITED_TOKENS = 10**6
 SPARE = 4096  # tokens of a row's context beyond its prompt
-PREFILL_SPARE = 256  # the same for rows that get only one token
+PREFILL_SPARE = 256  # SPARE of rows that get only one token
 GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 
 

@@ -29,7 +29,7 @@ from mlxpool.bench.our_engine import OurEngine, admit, decode
 from mlxpool.common.options import Options
 from mlxpool.worker.scheduling.sequence import Sequence as EngineSequence
 
-SYSTEM_TOKENS = 100  # at the start of each conversation
+SYSTEM_TOKENS = 100  # tokens at the start of each conversation
 ANSWER_TOKENS = 40
 
 

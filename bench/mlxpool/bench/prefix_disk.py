@@ -27,8 +27,8 @@ from mlxpool.worker.weights.inspect import inspect
 STREAMS = 4
 STREAM_TOKENS = 300
 PROMPTS = 6  # prompts before the streams of a round
-CACHED = 5  # prompts that the memory keeps in the pools for the gaps
-REST = 2.0  # seconds in which an idle worker saves the rest
+CACHED = 5  # prompts that fit into prefix_bytes while gaps are measured
+REST = 2.0  # seconds for an idle worker to save the remaining prefixes
 
 
 def measure(folder: Path, options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:

@@ -47,7 +47,7 @@ from mlxpool.worker.weights.load import load
 
 MODULES = ("argparse", "csv", "difflib", "fractions", "heapq", "inspect", "tarfile", "textwrap")
 SHORTEST, LONGEST = 150, 400  # tokens of a text that is written again
-REPEATED = 32  # tokens of it that the prompt repeats
+REPEATED = 32  # tokens of this text with which the prompt ends
 BEGIN = 24  # tokens of a prompt that is completed
 EDITS, SAMPLED = "edits", "sampled"
 LOADS = (EDITS, "completions", SAMPLED)

@@ -39,7 +39,7 @@ def serve(
         job = json.loads(line)
         steps = job.pop("steps")
         if json.dumps(job) != name:
-            ways.clear()  # frees their rows
+            ways.clear()  # frees the rows of the previous job
             name, ways = json.dumps(job), [*begin(job)]
         times = []
         for step in ways:
@@ -65,12 +65,12 @@ def private_output() -> IO[str]:
 
 def main() -> None:
     answers = private_output()
-    with contextlib.suppress(ImportError):  # 0.1 does not have this setting
+    with contextlib.suppress(ImportError):  # mlxpool 0.1 does not have this setting
         import_module("mlxpool.worker.system.mlx_environment").set_mlx_environment()
     try:
         engine = import_module("mlxpool.bench.our_engine").OurEngine
     except ImportError:
-        engine = import_module("mlxpool.bench.ours").Ours  # the name in 0.1
+        engine = import_module("mlxpool.bench.ours").Ours  # the name in mlxpool 0.1
     ours = engine(Path(sys.argv[1]), spare=SPARE)
     finish = import_module("mlx.core").synchronize
 

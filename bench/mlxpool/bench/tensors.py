@@ -16,10 +16,12 @@ from mlxpool.worker.layers.quantisation import MODES, WORD_BITS, QuantLayout, pa
 LINEAR_ROUTERS = {"gpt_oss": "mlp.router", "qwen3_moe": "mlp.gate"}
 DENSE_ROUTERS = {"glm4_moe_lite": "mlp.gate"}
 ROUTER_LAYOUT = {"group_size": 64, "bits": 8}
-# Published with experts in this mode and all other tensors in 16 bits, which conversions keep.
+# Architectures whose published models have experts in this mode and all other tensors in 16 bits.
+# Conversions keep these formats.
 EXPERTS_ALONE = {"gpt_oss": "mxfp4"}
-# Added to the scores of experts to choose them. Trained values balance the use of the experts; with
-# random weights zeros do, and random values would make some experts rare.
+# A bias that is added to the experts' scores only for the choice of experts. Trained biases balance
+# the use of the experts. With random weights zeros balance it; random biases would make some
+# experts rare.
 CORRECTION = ".e_score_correction_bias"
 EXPERTS = (".switch_mlp.", ".experts.")  # parts of names of tensors of all experts of a layer
 

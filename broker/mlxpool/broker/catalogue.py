@@ -146,7 +146,7 @@ class Scanner(threading.Thread):
         self._requested = self._begun = self._done = 0  # numbers of scans
         self._done_at = -math.inf
         self._closing = False
-        self._new_models: Mapping[str, ModelConfig] | None = None  # set from the next scan on
+        self._new_models: Mapping[str, ModelConfig] | None = None  # for the next scan
         self._inspector: Inspector | None = None
 
     # ---- on the broker's thread ------------------------------------------------------------
@@ -275,7 +275,7 @@ class Scanner(threading.Thread):
         problems = list(report.get("problems") or ())
         self._log_problem(name, problems[0] if problems else "")
         unread = {"unread": True} if report.get("unread") else {}
-        about = {**model, "problems": problems[:1], **unread}  # `check` lists all problems
+        about = {**model, "problems": problems[:1], **unread}  # `mlxpool check` lists all problems
         self._on_described(name, about)
 
     def _log_problem(self, name: str, problem: str) -> None:

@@ -53,7 +53,7 @@ def resident_bytes(pid: int) -> int:
 def trim_heap() -> None:
     """Gives free memory of the C library back to the operating system, if possible."""
     if LINUX:
-        with contextlib.suppress(AttributeError, OSError):  # another C library
+        with contextlib.suppress(AttributeError, OSError):  # other C libraries lack malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -34,7 +34,7 @@ class Counters:
     internal_errors: int = 0  # events and actions that raised because of a bug
     rejected: Counter[str] = field(default_factory=Counter)  # refused requests, by code
     failures: Counter[str] = field(default_factory=Counter)  # failed requests, by code
-    queue_s: float = 0.0  # sums over ended requests
+    queue_s: float = 0.0  # seconds, summed over ended requests
     total_s: float = 0.0
     models: dict[str, Figures] = field(default_factory=dict)
 

@@ -47,7 +47,7 @@ def _absence(run_dir: Path, endpoint: str) -> str:
     pid = lock_pid(run_dir) if path.startswith(f"{run_dir}/") else None
     if os.path.exists(path):
         if pid is None or alive(pid) or not _refused(path):
-            return ""  # the process may be in another container: its pid is unknown here
+            return ""  # a broker may run; in another container its pid is unknown
         cause = f"the broker of {run_dir} (pid {pid}) has ended without removing {path}"
     elif pid is not None and alive(pid):
         return (
@@ -108,7 +108,7 @@ def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return True  # a system without /proc
+        return True  # without /proc a zombie is not recognised
     return state != "Z"
 
 
@@ -137,5 +137,5 @@ def ask(
 
 def reload(target: Target) -> dict[str, Any]:
     """Makes the broker read its settings again. Returns the changes. Raises the errors of `ask`."""
-    ask(target, "stats")  # fails within ANSWER_TIMEOUT if the broker hangs
+    ask(target, "stats")  # so that a broker that hangs is noticed within ANSWER_TIMEOUT
     return ask(target, "reload", timeout=RELOAD_TIMEOUT)

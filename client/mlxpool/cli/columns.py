@@ -11,7 +11,7 @@ from mlxpool.common.escapes import escape_line
 GAP = 2  # spaces between two columns
 MIN_ID = 8  # the fewest digits of a shortened id
 MIN_TEXT = 8  # the fewest characters of a shortened text
-GOOD_TEXT = 20  # the fewest characters while columns of rank DETAIL or more can be left out instead
+GOOD_TEXT = 20  # as MIN_TEXT, while columns of rank DETAIL or more are shown
 DETAIL = 5  # columns of this rank or more are left out before texts are shorter than GOOD_TEXT
 
 

@@ -21,7 +21,7 @@ KV_CACHES = {
     "passes": "none",
 }
 FEATURES = {"tree": "prefix-cache"}
-UNNAMED = (BadRequest.code, Internal.code)  # codes that say no more than their messages
+UNNAMED = (BadRequest.code, Internal.code)  # codes that are not printed: the message is enough
 MAX_EXACT = 2**53 - 1  # doubles represent every integer up to this number
 
 
@@ -83,7 +83,7 @@ def jobs_line(jobs: Mapping[str, Any] | None) -> Sequence[str]:
     parts = [f"{jobs[state]} {state}" for state in shown]
     batches = jobs.get("batches", 0)
     parts += [f"{batches} {'batch' if batches == 1 else 'batches'}"] if batches else []
-    refused = sum(jobs.get("refused", {}).values())  # by code
+    refused = sum(jobs.get("refused", {}).values())  # numbers by code
     parts += [f"{refused} refused"] if refused else []
     store = [] if jobs["store"] == "ok" else [f"store {jobs['store']}"]
     return (f"jobs {parts[0]}", *parts[1:], f"{size(jobs['bytes'])} kept", *store)

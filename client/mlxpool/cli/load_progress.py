@@ -137,7 +137,7 @@ class LoadProgress(Closing):
                 answer = ask(target, "ps")
                 text = progress_text(answer, model)
             except (PoolError, OSError, ValueError):
-                continue  # the stream that waits ends with the error
+                continue  # the waiting stream itself ends with the error
             self.slow_blas = answer["broker"].get("slow_blas", "")
             with self._writing:
                 if not self._over.is_set():

@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     core_dumps.turn_off()
     try:
         options = _parsed(arguments)
-    except OSError as error:  # the help cannot be written, for example on a full disk
+    except OSError as error:  # the help could not be written, for example to a full disk
         return _unwritten(error)
     options.run_dir_flag = getattr(options, "run_dir", None)
     options.json = getattr(options, "json", False)
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _print_error(options, error, USAGE)
     except PoolError as error:
         return _print_error(options, error, FAILED)
-    except ValueError as error:  # ConfigError among them
+    except ValueError as error:  # also ConfigError
         problems = list(getattr(error, "problems", ()))
         details = {"problems": problems} if problems else None
         lines = getattr(error, "lines", [str(error)])
@@ -137,7 +137,8 @@ def _open_missing_streams() -> None:
 def _unwritten(error: OSError) -> int:
     """Prints why standard output is incomplete; prints nothing if its reader has closed it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())  # or the unwritten text would cause an error at the exit
+    # At the exit Python writes the remaining text: into `nowhere`, where it causes no error.
+    os.dup2(nowhere, sys.stdout.fileno())
     if not isinstance(error, BrokenPipeError):
         words = f"mlxpool: the output cannot be written: {_message_of(error)}"
         try:

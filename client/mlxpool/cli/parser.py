@@ -98,7 +98,7 @@ REMOTE_MODULES = frozenset(
 _CHOICE = re.compile(r"(argument \S+: )invalid choice: '?(.*?)'? \(choose from (.*)\)", re.S)
 _UNKNOWN_FLAGS = re.compile(r"unrecognized arguments: (.*)", re.S)
 
-KINDS = {  # texts for words that name a command, by argparse's name of the argument
+KINDS = {  # start of argparse's message -> the kind of word, for our message
     "argument COMMAND: ": "command",
     "argument VERB: ": "command",
     "argument WHAT: ": "measurement",

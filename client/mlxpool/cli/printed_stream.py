@@ -54,7 +54,7 @@ def print_deltas(
             shown = True
     except BaseException:
         if shown and not as_json:
-            print()  # end the line of text
+            print()  # ends the line of text
         raise
     return first
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 BROKER_GRACE = 10.0  # in seconds; shorter than the client's default, because a person waits
 # Seconds until a broker that completes no handshake counts as gone, so that a command fails within
-# one second. The broker's thread answers between two passes of its loop, over tcp in four round
-# trips.
+# one second. The broker's thread answers a handshake between two iterations of its loop; over tcp
+# a handshake has four round trips.
 IPC_GRACE, TCP_GRACE = 0.5, 0.75
 TICK = 0.05  # seconds between two checks of the handshake
 
@@ -100,7 +100,7 @@ def format_of(text: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
     kind = value.get("type") if isinstance(value, dict) else None
-    whole = isinstance(kind, str) and kind in KEYS  # no type of a JSON schema has this name
+    whole = isinstance(kind, str) and kind in KEYS  # no type in a JSON schema is in KEYS
     try:
         return check_format("format", value if whole else {"type": "json_schema", "schema": value})
     except BadRequest as error:

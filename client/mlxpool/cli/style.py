@@ -11,7 +11,7 @@ from typing import TextIO
 from mlxpool.cli.columns import GAP, Column, Table, fitted, joined
 from mlxpool.common.escapes import escape_line
 
-UNBOUNDED = 10_000  # width of a file or a pipe in columns; nothing is hidden
+UNBOUNDED = 10_000  # width of a file or a pipe, in characters: no column is hidden
 STATES = {  # colours of the states of workers, models and requests
     "ready": "green",
     "streaming": "green",
@@ -158,7 +158,7 @@ class StatusLine:
 
     def show(self, text: str) -> None:
         if self.live:
-            self._shown = True  # set before the write: `clear` works after a Ctrl-C in the write
+            self._shown = True  # before the write: after a Ctrl-C during it `clear` must clear
             sys.stderr.write(f"\r\x1b[K{in_one_line(escape_line(text), width_of(sys.stderr))}")
             sys.stderr.flush()
 

@@ -22,7 +22,7 @@ from mlxpool.common.transport import sockets
 
 FIRST_TIMEOUT = 2.0  # seconds until the first snapshot, as for the answer to any command
 NEXT_TIMEOUT = 5.0  # seconds without a snapshot after which the broker counts as gone
-RENEW_INTERVAL = 2.0  # seconds; without renewals the broker drops a subscription after five
+RENEW_INTERVAL = 2.0  # seconds; the broker drops a subscription after five without renewal
 MAX_POLL_MS = 100
 KEY_INTERVAL = 0.1  # seconds between two reads of the keyboard
 

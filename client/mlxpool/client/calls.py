@@ -91,7 +91,8 @@ class Calls:
         call = self._open[ident]
         answer = from_body(message.body) if message.kind == to_client.Failed.kind else message
         if isinstance(answer, DuplicateId) and call.sendings > 1:
-            # The broker computes an earlier attempt, and will answer on a connection that is lost.
+            # The broker still has an earlier attempt, and will answer it on a lost connection. So
+            # the call is sent again later.
             call.due = now + nth(self._pace.answer, call.sendings)
             return
         del self._open[ident]

@@ -25,9 +25,9 @@ from mlxpool.common.protocol import choice
 from mlxpool.common.protocol.choice import MAX_CHOICES, Choice
 from mlxpool.common.protocol.from_client import GenerateDraft
 
-DRAWN_SEEDS = 2**53  # random seeds are below this, so that every JSON reader keeps all their digits
+DRAWN_SEEDS = 2**53  # bound of random seeds: every JSON reader represents them exactly
 
-Item = tuple[int, Delta | None]  # the number of a choice, and its next delta; None: its end
+Item = tuple[int, Delta | None]  # a choice's number and its next delta; None: the choice has ended
 Put = Callable[[Item], None]
 
 
@@ -229,5 +229,5 @@ class ChoicesStream(Closing):
         self._choices.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_choices"):  # if the choices were sent
+        if hasattr(self, "_choices"):  # __init__ has sent the choices
             self._choices.abandon()

@@ -69,7 +69,7 @@ class Connection:
         self._streams: dict[bytes, OpenStream] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._history = History("client")
-        self._process = os.getpid()  # a forked process has no connection, as threads are not forked
+        self._process = os.getpid()  # a forked process has no thread for the connection
         self._ping_at = self._tick_at = 0.0
         self._lock = threading.Lock()  # held while the thread starts or ends
         self._closing = threading.Event()
@@ -115,7 +115,7 @@ class Connection:
         Raises BrokerLost after `close`, BadRequest in a forked process, and the errors of
         `Dealer.open`.
         """
-        self.check_process()  # before the lock, which a thread of the parent may have held
+        self.check_process()  # before the lock: at the fork another thread may have held it
         with self._lock:
             if self._closing.is_set():
                 raise BrokerLost("the client is closed")
@@ -221,7 +221,7 @@ class Connection:
             call = Call(kind, parts, owner)
             self._calls.ask(ident, call, lambda reply: on_reply(question.answer(reply)), now)
             if not self._calls.peer_known:
-                self._send(Ping())  # a `pong` has the link on which the call is sent
+                self._send(Ping())  # the `pong` reports the link of the connection
             stream = self._streams.get(ident) if kind == Cancel.kind else None
             if stream is not None and stream.owner == owner:
                 stream.retry.cancel_sent(now)
@@ -236,7 +236,7 @@ class Connection:
             if call is not None:
                 self._send(Cancel(), question.id, call.owner)
 
-        with contextlib.suppress(PoolError):  # `close` has cancelled everything
+        with contextlib.suppress(PoolError):  # after `close` everything is cancelled
             self._do(send)
 
     # ---- the thread's loop -----------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Connection:
         try:
             while not self._closing.is_set():
                 self._turn()
-            self._run_commands()  # such as the cancel of a stream that its reader left
+            self._run_commands()  # such as the cancel of a stream that a reader closed
             for stream in self._streams.values():
                 self._send(Cancel(), stream.state.id, stream.owner)
             for ident, call in self._calls.cancellable():
@@ -271,7 +271,7 @@ class Connection:
         if self._dealer.handshake.succeeded():
             self.timer.connected = True
             if waiting:
-                self._send(Ping())  # after the `pong`, lost streams are sent again
+                self._send(Ping())  # its `pong` causes the retry of lost streams
         if self._dealer.handshake.refusal and waiting:
             self._end_all(Unauthorized(self._dealer.handshake.refusal))
         if not waiting:
@@ -317,7 +317,7 @@ class Connection:
             try:
                 self._handle(frames.decode(parts))
             except (PoolError, KeyError, TypeError, ValueError):
-                continue  # an unreadable frame counts as lost: the next `pos` shows the gap
+                continue  # the frame counts as lost: the `pos` of the next frame shows the gap
 
     def _handle(self, message: Message) -> None:
         kind, ident = message.kind, message.header.id
@@ -410,7 +410,8 @@ class Connection:
     def _give_up(self) -> None:
         known = self.timer.heard_at > -math.inf or self.timer.connected
         self._end_all(self._dealer.no_answer(self.timer.silent, known=known))
-        self._dealer.replace()  # or a broker that starts later would get requests that have ended
+        # Drops the unsent messages: a broker that starts later must not get ended requests.
+        self._dealer.replace()
         self.timer.reset()
 
     def _retry(self, stream: OpenStream) -> None:
@@ -436,7 +437,7 @@ class Connection:
             draft = sent_again(stream.draft, state, left)
             stream.retry.sent_again(self.timer.now)
             parts = encoded_for(stream.owner, draft, state.id, state.attempt)
-        except PoolError as error:  # prompt and ids together became too large for a message
+        except PoolError as error:  # prompt and ids together are too large for a message
             state.error = error
             return
         self._dealer.send(parts)

@@ -15,7 +15,7 @@ from mlxpool.common.transport.keys import Credentials
 from mlxpool.common.transport.waker import Waker
 
 SEND_RETRY_INTERVAL = 0.01  # seconds until a full socket is tried again
-MAX_READ = 1000  # the most messages read before other work
+MAX_READ = 1000  # the most messages read in a row, before other work
 
 
 class Dealer:
@@ -99,7 +99,7 @@ class Dealer:
 
         `known` is True if a broker has answered on this connection before.
         """
-        if self.handshake.trouble and not known:  # accepted keys are not the reason
+        if self.handshake.trouble and not known:  # a known broker accepted the keys
             return Unauthorized(self.handshake.trouble)
         silence = f"no broker answers at {self.endpoint} for {silent:.0f} s"
         if self.handshake.failures:

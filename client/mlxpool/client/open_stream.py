@@ -23,10 +23,10 @@ class OpenStream(Struct, eq=False):
     retry: StreamRetry
     draft: Draft  # the message that was sent first
     deadline: float | None  # the user's deadline, in monotonic seconds
-    deliver: Callable[[Delta | None], None]  # for the connection's thread; None: end of the stream
-    read: int = 0  # ids that the reader has taken; only the reader's thread writes it
+    deliver: Callable[[Delta | None], None]  # called by the connection's thread; None: stream's end
+    read: int = 0  # number of ids that the reader has got; only the reader's thread sets it
     owner: str = ""  # the owner on whose behalf the stream was sent; "": the client itself
-    finished: bool = False  # the reader has seen the end, or has left; only its thread writes it
+    finished: bool = False  # the reader got the end, or closed; only its thread sets this
     acked: int = 0  # number of ids that were acknowledged to the broker
 
     def left(self) -> float | None:

@@ -34,7 +34,7 @@ from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.common.protocol.unicode_text import not_unicode
 
 Image = bytes | bytearray | memoryview | os.PathLike[str]  # an image's content, or its file's path
-FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds of the first sending only
+FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds for the first attempt only
 
 Answer = TypeVar("Answer")
 
@@ -129,7 +129,7 @@ def divide_options(
     settings = {key: value for key, value in values.items() if key in REQUEST_KEYS}
     sampling = {key: value for key, value in values.items() if key not in REQUEST_KEYS}
     biases = sampling.get("logit_bias")
-    if isinstance(biases, Mapping):  # maps in the protocol have texts as keys
+    if isinstance(biases, Mapping):  # keys of maps in the protocol are texts
         sampling["logit_bias"] = {_digits(token): bias for token, bias in biases.items()}
     return sampling, settings
 

@@ -17,11 +17,12 @@ from mlxpool.common.protocol.kept.job_messages import JobAccepted
 from mlxpool.common.protocol.to_client import Accepted, Failed
 
 BROKER_GRACE = 60.0  # seconds of silence after which the client ends its streams
-CONNECT_GRACE = 5.0  # the same limit if no frame of the broker ever arrived
+CONNECT_GRACE = 5.0  # as BROKER_GRACE, if no frame of a broker ever arrived
 ENDED = frozenset({"done", "failed", "cancelled"})  # states in an answer to `cancel`
 UNKNOWN_PEER = (0, 0)
 
-# A broker process's boot number, and its number (link) of this client's connection.
+# (boot, link): the boot number of a broker process, and the number that this process gave to the
+# client's connection.
 Peer = tuple[int, int]
 
 
@@ -34,10 +35,10 @@ class Pace(Struct, frozen=True):
 
     ping: float = 1.0  # time between two pings while a stream or a call is open
     tick: float = 0.25  # time between two checks for due work
-    gap: float = 0.5  # the greatest advance of the client's clock between two readings
+    gap: float = 0.5  # most seconds by which the client's clock advances at one reading
     silence: float = 3.0  # time without frames before the connection is replaced
     answer: tuple[float, ...] = (2.0, 4.0, 8.0)  # the wait for `accepted` or `fate`, before a retry
-    pause: tuple[float, ...] = (0.0, 0.0, 2.0, 4.0, 8.0)  # wait before a retry, if no new id came
+    pause: tuple[float, ...] = (0.0, 0.0, 2.0, 4.0, 8.0)  # wait before a retry after no new id
     overdue: float = 1.0  # the wait after a deadline before the client ends the stream
     broker_grace: float = BROKER_GRACE  # time without frames before the client ends its streams
     connect_grace: float = CONNECT_GRACE  # as `broker_grace`, if no broker ever answered
@@ -140,10 +141,10 @@ class StreamRetry(Struct, eq=False):
     due: float = math.inf
     why: str = ""
     unanswered: int = 0  # consecutive attempts without an answer
-    barren: int = 0  # consecutive attempts without a new id, beyond the first attempt
+    barren: int = 0  # consecutive attempts without a new id; the first attempt is not counted
     refused_at: float = math.inf  # time of the first consecutive error that delayed the stream
     cancelled: bool = False
-    ended_at_broker: bool = False  # from the answer to `cancel`; the stream's end may be lost
+    ended_at_broker: bool = False  # by the answer to `cancel`; the stream's terminal may be lost
     peer: Peer = UNKNOWN_PEER  # the newest peer that the broker reported
     overdue_at: float = math.inf
 
@@ -152,7 +153,7 @@ class StreamRetry(Struct, eq=False):
     def sent(self, now: float) -> None:
         """Notes that the first attempt was sent."""
         self._expect_answer(now)
-        if not self.durable:  # there is no second attempt: give a slow broker the longest time
+        if not self.durable:  # without a second attempt, a slow broker gets the longest wait
             self.due = now + self.pace.answer[-1]
 
     def sent_again(self, now: float) -> None:
@@ -289,7 +290,7 @@ class StreamRetry(Struct, eq=False):
 
     def _send_again(self, now: float, heard_at: float) -> Action:
         if self.why == NO_ANSWER and heard_at < self.sent_at:
-            return Action.NOTHING  # the broker is silent: SilenceTimer decides, not this attempt
+            return Action.NOTHING  # a silent broker is handled by SilenceTimer
         if not self.durable:
             self._lost(now, NO_ANSWER)
             return Action.NOTHING

@@ -71,7 +71,7 @@ class Piece(Struct, frozen=True):
     ids: tuple[int, ...] = ()
     logprobs: tuple[Mapping[str, object], ...] = ()
     facts: Facts | None = None
-    complete: bool = True  # False: the message has another number of ids than it announces
+    complete: bool = True  # False: the number of ids differs from the announced number
     prompt: tuple[Mapping[str, object], ...] = ()
     steps: tuple[tuple[int, int], ...] = ()
 
@@ -151,12 +151,12 @@ class StreamState(Struct, eq=False):
     """The state of one stream. Only the thread that reads the socket uses it."""
 
     id: bytes
-    start: int = 0  # index of the first id; may become lower if the stream reads a job
+    start: int = 0  # index of the first id; a read of a job may lower it
     gen: int | None = None  # generation of the job that is read; None: no job, or not yet known
     attempt: int = 1  # the number of the newest attempt
     accepted: bool = False  # True if the newest attempt was accepted
     boot: int = 0  # boot number of the broker process that last accepted the stream; 0: none
-    link: int = 0  # this process's number of the connection
+    link: int = 0  # number that this broker process gave to the connection
     barren_boots: int = 0  # consecutive broker processes that accepted the stream but sent no id
     seed: int = -1
     warnings: tuple[str, ...] = ()
@@ -241,7 +241,7 @@ class StreamState(Struct, eq=False):
     def _append(self, pos: int, piece: Piece) -> Delta | None:
         """Appends a piece. If tokens before it are missing, sets `gap`, which causes a retry."""
         if not self.ids and pos < self.start:
-            self.start = pos  # the ids of a job are read from the beginning of a step on
+            self.start = pos  # a read of a job begins at the start of a step
         if pos != self.position or not piece.complete:
             self.gap = f"a frame begins at token {pos}, {self.position} were received"
             return None

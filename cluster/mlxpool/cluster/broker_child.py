@@ -21,8 +21,8 @@ ANSWER_TIMEOUT = 2.0  # seconds
 RELOAD_TIMEOUT = 30.0  # seconds
 HANG_LIMIT = 30.0  # seconds without an answer before the process is killed
 FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a restart, doubled after each early end
-PROVEN_AFTER = 30.0  # seconds after which an end is no longer an early end
-STOP_GRACE = 60.0  # seconds between SIGTERM and SIGKILL: answers may finish
+PROVEN_AFTER = 30.0  # seconds; a process that ends sooner has ended early
+STOP_GRACE = 60.0  # seconds between SIGTERM and SIGKILL, in which answers may finish
 KEY_NAME = "broker"
 
 

@@ -24,8 +24,8 @@ from mlxpool.common.paths import expanded
 
 log = logging.getLogger("mlxpool.cluster")
 
-TICK = 0.5  # seconds between two looks
-MARK = "pool-id"  # the file that marks a folder as this pool's
+TICK = 0.5  # seconds between two calls of `_tick`
+MARK = "pool-id"  # the file with the id of the pool that owns the folder
 
 
 class WorkerOrder(Struct, frozen=True):
@@ -103,7 +103,7 @@ class BrokerHost:
         self._spec = spec
         self._lock = threading.RLock()
         self._stopping = threading.Event()
-        self._ending: dict[str, str] = {}  # workers that are ending -> their models
+        self._ending: dict[str, str] = {}  # worker that is ending -> its model
         self.fault = ""  # why the broker does not run
         folder = spec.folder_path()
         if started_again:
@@ -132,7 +132,7 @@ class BrokerHost:
                 return None
             self._table.admit(id, public, node)
             self._write_settings()
-        self._child.reload()  # a broker that does not run reads the settings when it starts
+        self._child.reload()  # if no broker runs, the next one reads the settings at its start
         return Admission(self._child.back, self._child.server_key)
 
     def apply(self, spec: PoolSpec) -> str:
@@ -207,7 +207,7 @@ class BrokerHost:
         while not self._stopping.is_set():
             try:
                 self._tick(time.monotonic())
-            except Exception:  # Ray's error while its head is away: the next look may succeed
+            except Exception:  # of Ray, if its head is unreachable: the next `_tick` may succeed
                 log.exception("a look at the pool failed")
             self._stopping.wait(TICK)
 
@@ -218,7 +218,7 @@ class BrokerHost:
         with self._lock:
             nodes = self._cluster.nodes()
             for id in known - self._table.by_id.keys():
-                self._end(id)  # the worker's record was lost
+                self._end(id)  # a worker without a record: the record was lost
             for record in self._table.by_id.values():
                 if record.id not in known and record.id not in self._ending:
                     self._start(record, nodes)
@@ -252,7 +252,7 @@ class BrokerHost:
 
     def _start(self, record: WorkerRecord, nodes: list[NodeView]) -> None:
         model = next((spec for spec in self._spec.models if spec.name == record.model), None)
-        if model is None:  # the model is no longer in the settings: `changes` ends the worker
+        if model is None:  # the model was removed from the settings: `changes` ends the worker
             return
         gpus = gpus_of(model, nodes)
         node = choose_node(nodes, self._views(nodes), model, gpus)
@@ -260,7 +260,7 @@ class BrokerHost:
             self._spec.name, record.id, record.model, self._spec.settings, gpus, node
         )
         self._cluster.start_worker(order)
-        # Until admission a worker counts at its preferred node: later workers go to other nodes.
+        # Until its admission a worker counts at its preferred node, so later workers go to others.
         self._table.place(record.id, model.fingerprint, node)
         log.info("worker started", extra={"id": record.id, "model": record.model, "gpus": gpus})
 

@@ -21,7 +21,7 @@ from mlxpool.common.paths import expanded, home
 from mlxpool.common.records import as_map
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
-# Settings of [pool] that `up` makes.
+# Settings of [pool] that `mlxpool ray up` chooses.
 MADE = ("run_dir", "front", "back", "admin", "secret_key", "local_workers")
 COUNTING = f"{BUILTIN_PREFIX}counting"
 FRONT_PORT, BACK_PORT = 7200, 7201
@@ -34,7 +34,7 @@ class ModelSpec(Struct, frozen=True):
     min: int
     max: int
     gpus: int  # GPUs of one worker; -1: a GPU per device if the cluster has GPUs
-    cool_down: float  # seconds, see the setting
+    cool_down: float  # seconds, see Scaling.cool_down
     fingerprint: str  # digest of the settings with which a worker starts
     devices: int = 1
 
@@ -45,7 +45,7 @@ class PoolSpec(Struct, frozen=True):
     name: str
     settings: str  # the text of the TOML file
     models: tuple[ModelSpec, ...]
-    state_dir: str = ""  # folder of the pool's jobs, if the file has the setting
+    state_dir: str = ""  # folder of the pool's jobs; "": not in the file
     folder: str = ""  # the pool's folder on the broker's machine; "": ~/.mlxpool/ray/NAME
     front_port: int = FRONT_PORT
     back_port: int = BACK_PORT
@@ -89,7 +89,7 @@ def read(path: Path, name: str, folder: str, front_port: int, back_port: int) ->
         check_name(name),
         text,
         tuple(model_spec(name, config.models[name]) for name in named),
-        table.get("pool", {}).get("state_dir", ""),  # the default belongs to the broker's machine
+        table.get("pool", {}).get("state_dir", ""),  # the default is chosen on the broker's machine
         folder,
         front_port,
         back_port,

@@ -27,10 +27,10 @@ from mlxpool.common.logs import set_up
 
 NAMESPACE = "mlxpool"
 BROKER_RESOURCE = "mlxpool_broker"  # resource of the Ray node on the broker's machine
-BROKER_SHARE = 0.01  # part of the resource, so that a machine may hold the brokers of several pools
+BROKER_SHARE = 0.01  # share of a broker, so that a machine may have brokers of several pools
 THREADS = 16  # threads of a broker host, for many admissions at once
 CALL_TIMEOUT = 60.0  # seconds
-HAND_BACK_GRACE = 30.0  # seconds until a worker is killed
+HAND_BACK_GRACE = 30.0  # seconds for a worker's orderly end; then it is killed
 RESTART_FOR_EVER = -1
 
 
@@ -230,7 +230,7 @@ def down(pool: str) -> int:
     actors = [name for name in list_named_actors() if name.startswith(f"{pool}/")]
     if broker_name(pool) in actors:
         end_actor(broker_name(pool), "shut_down", timeout=CALL_TIMEOUT + 2 * HAND_BACK_GRACE)
-    # Workers whose broker host is lost are ended here.
+    # The broker host has ended its workers. If it is lost, its workers are ended here.
     for name in actors:
         if name != broker_name(pool):
             end_actor(name, "end", HAND_BACK_GRACE)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 STDIN = 0
-KILL = signal.SIGUSR1  # makes it kill its command, which would outlive a SIGKILL to this process
+KILL = signal.SIGUSR1  # request to kill the command: a SIGKILL would end only this process
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 
 

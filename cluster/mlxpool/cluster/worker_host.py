@@ -24,11 +24,11 @@ from mlxpool.common.transport import keys
 
 log = logging.getLogger("mlxpool.cluster")
 
-FOLDER_PREFIX = "mlxpool-ray-worker-"  # in the machine's folder for temporary files
-LOCK_TIME = 60.0  # seconds after which a new folder must have been locked
+FOLDER_PREFIX = "mlxpool-ray-worker-"  # of folders in the machine's folder for temporary files
+LOCK_TIME = 60.0  # seconds; an older folder without a lock belongs to no live host
 ORPHAN_GRACE = 30.0  # seconds without the broker before the worker asks its host for the address
 FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a restart, doubled after each early end
-PROVEN_AFTER = 60.0  # seconds after which an end is no longer an early end
+PROVEN_AFTER = 60.0  # seconds; a worker that ends sooner has ended early
 
 
 class Pool(Protocol):
@@ -48,7 +48,7 @@ def make_folder(parent: Path) -> tuple[Path, int]:
     are free.
     """
     for old in parent.glob(f"{FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError):  # also FolderLocked: the folder's host lives
+        with contextlib.suppress(OSError):  # also FolderLocked: the host of the folder is alive
             if time.time() - old.stat().st_mtime > LOCK_TIME:
                 os.close(lock_folder(old))
                 shutil.rmtree(old, ignore_errors=True)
@@ -95,7 +95,7 @@ class WorkerHost:
             started = time.monotonic()
             try:
                 self._live()
-            except Exception as error:  # Ray's, without a broker host; or of the disk
+            except Exception as error:  # of Ray if there is no broker host, or of the disk
                 log.warning("no worker yet", extra={"id": self._order.id, "why": str(error)})
             failures = 1 if time.monotonic() - started > PROVEN_AFTER else failures + 1
             self._stopping.wait(min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(failures - 1, 16)))

@@ -12,7 +12,7 @@ from typing import Any
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 
-FORMAT = "format"  # listed among a model's features if the model supports formats
+FORMAT = "format"  # feature of a model that supports formats
 
 # a format's type -> its other key; "": no other key
 KEYS: Mapping[str, str] = {

@@ -24,7 +24,7 @@ def shown(value: object) -> str:
     """Returns a value as errors quote it: its repr cut to 60 characters; its type if repr fails."""
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # too deep a nesting, or too many digits of an integer
+    except (RecursionError, ValueError):  # nested too deeply, or an integer with too many digits
         text = f"a value of the type {type(value).__name__} that is too large to show"
     return text if len(text) <= 60 else text[:57] + "..."
 

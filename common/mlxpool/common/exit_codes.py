@@ -4,5 +4,5 @@ from __future__ import annotations
 
 STOPPED = 0  # the broker told the worker to stop
 ALONE = 69  # no broker answered within `orphan_grace`
-AGAIN = 75  # the broker wants a new worker in its place
+AGAIN = 75  # the broker requests another worker to replace this one
 REFUSED = 77  # the broker refused the worker's key or its hello

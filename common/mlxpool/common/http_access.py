@@ -22,7 +22,7 @@ from mlxpool.common.files import open_regular
 
 MIN_KEY_LENGTH = 16  # characters; a shorter key can be guessed
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")  # the name of a key, as in logs
-SHOWN_DIGITS = 32  # digits of the digest that name the owner of a key whose line has no name
+SHOWN_DIGITS = 32  # hex digits of a key's digest; they name the owner of an unnamed key
 OPERATOR = "operator"
 OTHERS = 0o077  # bits of a file's mode for other users
 
@@ -81,13 +81,13 @@ def read_keys(file: Path) -> dict[bytes, ApiKey]:
 
 
 # ---- cross site ----------------------------------------------------------------------------------
-# Browsers name the page that sends an HTTP request in two headers. A form or a script of any page
-# can send a request whose answer it cannot read, without asking the server first. A server that
-# only withholds its consent (CORS) performs such a request.
+# Browsers name the page that sends an HTTP request in the headers Origin and Sec-Fetch-Site. A form
+# or a script of any page can send a request without a preflight; the page then cannot read the
+# answer. A server that only withholds its CORS permission still performs such a request.
 
 
-SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # these change nothing; browsers ask with OPTIONS
-OWN_SITES = ("same-origin", "none")  # the user has typed the address
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing; OPTIONS is a preflight
+OWN_SITES = ("same-origin", "none")  # of Sec-Fetch-Site; none: the user typed the address
 
 
 def foreign_page(

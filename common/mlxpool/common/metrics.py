@@ -87,7 +87,7 @@ class MetricsWriter(Generic[Source]):
 
     def __init__(self, families: Sequence[Family[Source]]) -> None:
         self._families = families
-        # Texts with a % conversion for each number, by family and by the values of its labels.
+        # Texts with a % conversion for each number, by family name and by label values.
         self._templates: dict[str, dict[tuple[str, ...], bytes]] = {f.name: {} for f in families}
         self._written: dict[tuple[str, tuple[str, ...]], tuple[Frozen, bytes]] = {}
 
@@ -155,14 +155,14 @@ def _escaped(value: str) -> str:
 
 def _process(value: Callable[[psutil.Process], float]) -> Callable[[object], Rows]:
     def rows(source: object) -> Rows:
-        import psutil  # imported here: the client does not depend on it
+        import psutil  # imported here: the client does not depend on psutil
 
         return [((), value(psutil.Process()))]
 
     return rows
 
 
-# The families of the process that this module runs in.
+# The metric families of the current process.
 PROCESS: tuple[Family[Any], ...] = (
     Family("process_virtual_memory_bytes", GAUGE, "Virtual memory of the process in bytes",
            (), _process(lambda process: process.memory_info().vms)),

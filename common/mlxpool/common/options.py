@@ -196,7 +196,8 @@ class Options(Struct, frozen=True):
     # Control tokens in contents of messages are plain text; None: as set for the model.
     plain_contents: Annotated[bool | None, _boolean] = None
     echo: Annotated[bool, _boolean] = False  # the output begins with the prompt's text
-    # Alternatives for each token of the prompt; -1: no report; None: as echo and logprobs.
+    # Alternatives for each token of the prompt; -1: no log-probabilities; None: top_logprobs if
+    # echo and logprobs are set, otherwise -1.
     prompt_logprobs: Annotated[int | None, IntegerIn(-1, MAX_TOP_LOGPROBS)] = None
 
     @property
@@ -244,7 +245,8 @@ class Options(Struct, frozen=True):
 
     def to_wire(self) -> dict[str, Any]:
         """Returns a map that `parse` reads as an equal object."""
-        wire = {name: getattr(self, name) for name in _DECLARED}  # asdict copies: ten times as slow
+        # dataclasses.asdict also copies the values, which takes ten times as long.
+        wire = {name: getattr(self, name) for name in _DECLARED}
         wire["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         wire["stop"] = list(self.stop)
         return wire
@@ -304,7 +306,7 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs: int | None  # alternatives reported for each token, with logprobs
     ignore_eos: bool | None  # continue after the model's end-of-sequence token
     truncate: bool | None  # cut a prompt that is too long; false: refuse it
-    shift: bool | None  # at a full context drop tokens after the first `keep`, and continue
+    shift: bool | None  # at a full context drop tokens after the first `num_keep`, and continue
     num_keep: int | None  # number of first tokens that truncate and shift keep; -1: the prompt
     num_ctx: int | None  # context of this request; 0: the model's context, which is the bound
     format: Mapping[str, Any] | None  # the form of the answer, see docs/structured-output.md
@@ -313,7 +315,7 @@ class GenerateOptions(TypedDict, total=False):
     suffix: str | None  # the text after the gap that the answer fills; with prompt
     plain_contents: bool | None  # control tokens in contents of messages are text
     echo: bool | None  # begin the output with the prompt and its tokens; see docs/choices.md
-    prompt_logprobs: int | None  # report the prompt's tokens with this many alternatives; -1: no
+    prompt_logprobs: int | None  # report the prompt's tokens with this many alternatives; -1: off
     deadline_ms: int | None  # milliseconds from acceptance to the end of the stream
     queue_ms: int | None  # milliseconds until a worker takes the request
     first_token_ms: int | None  # milliseconds to the first token

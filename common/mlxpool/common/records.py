@@ -73,7 +73,7 @@ def _fault(kind: type[Struct], values: Mapping[str, Any]) -> str:
 
 def _wanted(kind: Any, value: object) -> str:
     of = msgspec.inspect.type_info(kind)
-    if isinstance(of, UnionType):  # of a type and None
+    if isinstance(of, UnionType):  # the union of a type and None
         of = of.types[0]
     if isinstance(of, StrType) and of.max_length is not None:
         return f"text of at most {of.max_length} characters"

@@ -13,7 +13,7 @@ from mlxpool.common.process import core_dumps
 
 def main() -> int:
     """Serves until the broker stops this process, or ends. Returns the exit code."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the keys are not read yet
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a reload has no effect before the keys are read
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process immediately, as SIGTERM does
     text = os.environ.pop(GATEWAY_VARIABLE, None)
     if text is None:

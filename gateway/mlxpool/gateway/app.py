@@ -45,7 +45,7 @@ from mlxpool.gateway.settings import Broker, Settings
 log = logging.getLogger("mlxpool.gateway")
 
 UNSUPPORTED = "is not supported by mlxpool"
-EXPOSED_HEADERS = (  # headers that pages may read
+EXPOSED_HEADERS = (  # response headers that scripts of web pages may read
     REQUEST_ID,
     str(ANTHROPIC.id_header),
     "retry-after",
@@ -69,7 +69,7 @@ class Gateway:
         self.drain = Drain()
         self.metrics = Metrics(VERSION, (route.shown_path for route in ROUTES))
         limit = ConcurrencyLimit(settings.per_key)
-        self._loop: asyncio.AbstractEventLoop | None = None  # the loop while it serves
+        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop while serving
         self.access = AccessControl(
             self.keys,
             limit,

@@ -62,7 +62,7 @@ def is_local_host(host: str, machine: str, *, from_page: bool) -> bool:
         address = ipaddress.ip_address(host)
     except ValueError:
         return not from_page and (host == machine or host.endswith(LOCAL_ENDS))
-    return address.is_private or address.is_unspecified  # loopback is private
+    return address.is_private or address.is_unspecified  # `is_private` includes loopback
 
 
 class ApiKeys:

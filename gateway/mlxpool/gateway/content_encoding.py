@@ -15,7 +15,7 @@ PIECE = 64 * 1024  # most bytes that one call of a zlib decoder returns
 ZSTD_FED = 64
 ZSTD_WINDOW = 2**23  # bytes; RFC 9659 forbids larger ones in HTTP
 MAX_CODINGS = 4  # most codings of a body, one inside the other
-GZIP, ZLIB, RAW = 31, 15, -15  # forms of zlib's data
+GZIP, ZLIB, RAW = 31, 15, -15  # zlib's `wbits` for each form of data
 
 
 class Decoder(Protocol):

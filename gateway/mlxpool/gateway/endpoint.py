@@ -203,7 +203,7 @@ class Endpoint:
 
         Called when the handler has ended.
         """
-        with contextlib.suppress(TimeoutError):  # the client does not read
+        with contextlib.suppress(TimeoutError):  # a client that does not read would block this
             async with asyncio.timeout(ABORT_TIME):
                 await self._fail(response, error)
                 if response.streaming:

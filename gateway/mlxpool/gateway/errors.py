@@ -44,8 +44,8 @@ STATUS: Mapping[str, tuple[int, str]] = {
     "draining": (503, "draining"),
 }
 ERROR_TYPES = {401: "authentication_error", 404: INVALID, 429: "rate_limit_error"}
-# The folders of an absolute path that is not a path of this interface or a part of a URL. Paths in
-# quotes may have spaces.
+# Matches the folders of an absolute path, except a path of this interface (/v1/, /api/) and a part
+# of a URL. Paths in quotes may have spaces.
 FOLDERS = re.compile(
     r"""(?<![\w:/.~-])~?/(?!v1/|api/)(?:(?<=['"]/)[^'"]*/|(?:[^\s/:;,'"()\[\]]+/)+)"""
 )

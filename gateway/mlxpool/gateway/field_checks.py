@@ -21,10 +21,10 @@ from mlxpool.common.protocol.chat import check_tools
 from mlxpool.gateway.description.schemas import Schema, described, nullable, one_of
 from mlxpool.gateway.errors import HttpError, bad_request, unsupported_parameter
 
-# field -> (values that request nothing, what to do instead)
+# field -> (values without effect, advice for all other values)
 RefusedFields: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
 NOWHERE: Mapping[str, str] = {}
-ASKED = ("model", "prompt", "key")  # an empty value of these is an error, not left out
+ASKED = ("model", "prompt", "key")  # fields that count as present if they are empty
 EMPTY: Mapping[str, Any] = {"string": "", "array": [], "object": {}}  # type -> its empty value
 # Names of fields that describe a request: metadata, ids of sessions, extensions of a client, …
 ABOUT_REQUEST = re.compile(
@@ -32,7 +32,7 @@ ABOUT_REQUEST = re.compile(
     r"(?:x[-_].+|.*metadata|.+_(?:id|ids|tag|headers|hash|origin)|tags|headers)"
 )
 log = logging.getLogger("mlxpool.gateway")
-MAX_LOGGED = 200  # most things that the log names; a client may make up any number of them
+MAX_LOGGED = 200  # most things that the log names; clients may invent any number of things
 NO_ROOM = "[an attachment of the type {kind}, which this model cannot read]"
 ELSEWHERE = "this server does not run it, and the model is not told of it"
 _logged: set[tuple[str, str]] = set()

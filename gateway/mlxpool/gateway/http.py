@@ -22,10 +22,10 @@ JSON = "application/json"
 NDJSON = "application/x-ndjson"
 # Content types of programs that do not name JSON: none, `curl -d`, Node's fetch of a text, others.
 UNNAMED = ("", "application/x-www-form-urlencoded", "text/plain", "application/octet-stream")
-TURNS = 4  # iterations of the loop between two slices of long work
-PARSED_AT_ONCE = 256 * 1024  # most bytes of a body that the loop parses itself
+TURNS = 4  # iterations of the event loop between two slices of long work
+PARSED_AT_ONCE = 256 * 1024  # most bytes of a body that the event loop's thread parses
 LISTED_AT_ONCE = 200  # rows of a list that are written before other requests are served
-# The escape of half a surrogate pair, or its bytes.
+# Half of a surrogate pair: its JSON escape, or its bytes.
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 TOO_DEEP = "the body is nested too deeply"
 RAISE_BOUND = (

@@ -9,7 +9,7 @@ from functools import partial
 from json.scanner import make_scanner
 from typing import Any
 
-# ---- made ----------------------------------------------------------------------------------------
+# ---- encoding ------------------------------------------------------------------------------------
 
 MAX_DEPTH = 8  # deeper values are not lists of vectors; one call writes them
 MAX_LIST = 10_000  # most values of a list that one call writes
@@ -49,14 +49,14 @@ def _text(value: Any, separators: tuple[str, str], depth: int, dumps: Callable[[
     return dumps(value)
 
 
-# ---- read ----------------------------------------------------------------------------------------
+# ---- decoding ------------------------------------------------------------------------------------
 
 PART = 64 * 1024  # most characters that one call of the decoder reads, unless a string is longer
 MAX_MISSES = 8  # most failed reads of values and of runs of values, in each part
 # Reads a value at a position of a text. Returns the value and its end.
 _scan: Callable[[str, int], tuple[Any, int]] = make_scanner(json.JSONDecoder())  # type: ignore[arg-type]
 _SPACE = re.compile(r"[ \t\n\r]*")
-# Cuts of a list or an object: after an object, a list, or any other value.
+# Ends of values in a list or an object: of an object, of a list, of any other value.
 _CUTS = ("},", "],", ",")
 
 
@@ -87,7 +87,7 @@ class _Reader:
         self._text = text
         self._window, self._base = "", 0  # a part of the text, and its position
         self._misses = 0
-        self._tried_from = 0  # failed searches for runs are counted from here on
+        self._tried_from = 0  # position from which failed searches for runs are counted
         self._no_runs = 0
 
     def skip(self, place: int) -> int:
@@ -127,7 +127,7 @@ class _Reader:
                     value, end = _scan(self._window, place - self._base)
                 except (StopIteration, ValueError):
                     pass
-                else:  # the window may cut a number that goes on, as 1. and 1e+ do
+                else:  # the window may end inside a number, as after `1.` or `1e+`
                     is_whole = self._base + end + 2 < end_of_window
                     if is_whole or end_of_window == len(self._text):
                         return value, self._base + end
@@ -150,8 +150,8 @@ class _Reader:
             return None
         part = self._text[place : place + PART]
         cuts = [part.rfind(mark) + len(mark) - 1 for mark in _CUTS]
-        # Other lists may follow the end of a list of numbers, so the last comma may be before that
-        # end.
+        # If other lists follow a list of numbers in this part, the run may have to end at the last
+        # comma before the end of the list of numbers.
         cuts.append(part.rfind(",", 0, max(0, part.find(brackets[1]))))
         for cut in cuts:
             if cut < 1:

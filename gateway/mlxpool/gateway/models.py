@@ -17,7 +17,7 @@ from mlxpool.common.protocol.images import VISION
 from mlxpool.gateway.formats import ChatFormats
 
 INSPECTION_WAIT = 30.0  # seconds that a request waits for the inspection of its model's files
-INSPECTION_PAUSE = 0.1  # seconds between two looks at the list during that wait
+INSPECTION_PAUSE = 0.1  # seconds between two reads of the list during that wait
 MAX_AGE = 2.0  # seconds; the background refreshes an older list
 MAX_NAMES_SHOWN = 20
 LATEST = ":latest"  # the tag that Ollama's users append to a name

@@ -29,9 +29,9 @@ from mlxpool.gateway.models import ModelInfo, ModelList
 
 log = logging.getLogger("mlxpool.gateway")
 
-PROBE_INTERVAL = 1.0  # seconds between two looks at a pool, if there are several
+PROBE_INTERVAL = 1.0  # seconds between two probes of a pool, if there are several pools
 PROBE_TIMEOUT = 3.0  # seconds; a pool that answers later is left out
-CLOSED = frozenset({"draining", "drained"})  # model states; all have them while the broker drains
+CLOSED = frozenset({"draining", "drained"})  # model states; of all models while the broker drains
 
 NOT_HERE = (UnknownJob, Gone, JobsOff)  # errors of a pool that does not keep the wanted job or file
 
@@ -48,7 +48,7 @@ class Pool:
         self.models = ModelList(client)
         self.up = True
         self.keeps: bool | None = None  # whether the pool has a store of jobs; None: unknown
-        self._given: Counter[str] = Counter()  # requests by model since the list was read
+        self._given: Counter[str] = Counter()  # requests sent since the last report, by model
 
     def load(self, model: ModelInfo) -> tuple[bool, float]:
         """Returns the load of a model in this pool; the pool with the lowest load is the best.

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from mlxpool.gateway.errors import HttpError, bad_request
 
-GENERATION = 10**9  # numbers of events that each generation of an answer has
+GENERATION = 10**9  # event numbers reserved for each generation of an answer
 MAX_DIGITS = 15  # most digits of the number of an event
 
 

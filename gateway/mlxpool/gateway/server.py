@@ -66,7 +66,7 @@ class DrainingServer(uvicorn.Server):
         self._loop.set_exception_handler(AcceptErrors())
         await super().startup(sockets)
         for bound in sockets or ():
-            bound.listen(listening.BACKLOG)  # asyncio has set ACCEPTED_AT_ONCE
+            bound.listen(listening.BACKLOG)  # replaces asyncio's backlog, ACCEPTED_AT_ONCE
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles a signal: passes the work to the event loop."""

@@ -34,8 +34,9 @@ class Settings(Struct, frozen=True):
     name_owners: bool | None = None  # the brokers get the key's owner; None: only over ipc
     max_body: int = 8 * 2**20  # most bytes of a request body
     max_connections: int | None = None  # most open connections; None: as RLIMIT_NOFILE allows
-    # Seconds that a connection may be idle. nginx keeps a connection for 60, AWS's balancers for
-    # 60, Go's and Rust's clients for 90; a client that sends at the last moment gets a reset.
+    # Seconds that a connection may be idle, longer than clients keep it: nginx and AWS's balancers
+    # 60, Go's and Rust's clients 90. A client that sends just before the gateway closes the
+    # connection gets a reset.
     idle_time: float = 120.0
     header_time: float = 10.0  # seconds until the headers of a request must have arrived
     body_time: float = 30.0  # seconds until the whole request body must have arrived

@@ -32,7 +32,7 @@ def test_throughput_counts_from_the_first_due_to_the_last_token() -> None:
 
 def test_latencies_count_from_the_moment_a_request_was_due() -> None:
     values = figures(SLOW)
-    assert values["TTFT mean"] == pytest.approx(1000)  # 500 ms of it are the sender's delay
+    assert values["TTFT mean"] == pytest.approx(1000)  # including the sender's delay of 500 ms
     assert values["E2EL p99"] == pytest.approx(2000)
     assert values["sender late, max"] == pytest.approx(500)
     assert values["TPOT median"] == pytest.approx(1000 / 6)

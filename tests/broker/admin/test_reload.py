@@ -235,7 +235,7 @@ def test_gpus_that_a_changed_model_cannot_have_change_nothing(
         reload = reload_of(POOL, after)
         assert reload.settings.config is POOL and not reload.events
         assert message in str(reload.outcome())
-    unchanged = replace(with_gpus("9"), queue_limit=7)  # since the broker's start
+    unchanged = replace(with_gpus("9"), queue_limit=7)  # GPU 9 was set at the broker's start
     for before, after in ((with_gpus("9"), unchanged), (POOL, with_gpus("9", replicas=0))):
         assert reload_of(before, after).settings.config == after
 

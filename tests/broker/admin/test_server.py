@@ -32,7 +32,7 @@ class Admin:
         self.story, self.peers = story, FakePeers()
         self.grace: float | Exception = 30.0
         self.outcome: Mapping[str, Any] | PoolError = {"state": "reloaded"}
-        self.waiting: list[Callable[[float], None]] = []  # for a reload
+        self.waiting: list[Callable[[float], None]] = []  # callbacks for a reload
         self.stopped_at: list[float] = []
         self.events: list[ev.Event] = []
         self.figures: Mapping[str, Any] | Exception = {}

@@ -239,7 +239,7 @@ def test_gguf_weighs_what_its_files_do(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(bytes(100))
     assert weights_bytes(ModelConfig(path=str(tmp_path / "m.gguf"))) == 100
     assert weights_bytes(ModelConfig(path=str(tmp_path))) == 100
-    (tmp_path / "model.safetensors").write_bytes(bytes(7))  # which the folder means
+    (tmp_path / "model.safetensors").write_bytes(bytes(7))  # the folder means this file
     assert weights_bytes(ModelConfig(path=str(tmp_path))) == 7
 
 
@@ -251,7 +251,7 @@ def test_a_worker_needs_the_weights_of_its_draft_model_as_well(tmp_path: Path) -
     for path, size in paths.items():
         config = ModelConfig(path=str(model), draft=path, speculation="auto")
         assert weights_bytes(config) == size
-    assert weights_bytes(ModelConfig(path="org/name", draft=str(draft))) == 0  # read later
+    assert weights_bytes(ModelConfig(path="org/name", draft=str(draft))) == 0  # no local files
 
 
 def test_copies_and_adapters_beside_the_weights_need_no_memory(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 SOURCES = ("broker", "client", "common", "worker")
 STORIES = "tests/broker"
 NOT_STORIES = ("core/test_properties.py", "core/test_simulator.py", "core/test_mutants.py")
-EXAMPLES, SEEDS = 150, 1500  # of the two random layers
+EXAMPLES, SEEDS = 150, 1500  # numbers of cases of the two random layers
 TIME = 300.0  # time limit of one layer, in seconds
 
 

@@ -26,7 +26,7 @@ from support import kinds
 
 DIGEST = "sim"
 HELD, STOP = 5, 41  # ids whose multiples may begin (5) or end (41) a stop string
-# All settings of times are set: on the virtual clock clients wait no longer than real clients.
+# These times are set here, so that clients on the virtual clock wait no longer than real clients.
 PACE = Pace(tick=0.5, gap=0.5, connect_grace=60.0, overdue=1.0)
 
 
@@ -195,7 +195,7 @@ class Stream:
     deadline: float = math.inf
     slow: bool = False  # reads only a few ids per second
     truth: Truth | None = None
-    shown: int = 0  # characters
+    shown: int = 0  # characters of the text read so far
     read: int = 0
     acked: int = 0
     ended: set[int] = field(default_factory=set)  # attempts that have ended

@@ -56,7 +56,7 @@ class Conn:
     alive: bool = True
     lost_told: bool = False
     epoch: int = 0  # the epoch in the worker's welcome on this connection
-    there: float = 0.0  # arrival of the newest frame in each direction: frames keep their order
+    there: float = 0.0  # arrival of the newest frame, as in `back`: frames keep their order
     back: float = 0.0
 
 

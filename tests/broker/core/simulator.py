@@ -38,8 +38,8 @@ LAST_FAULT = 100.1 + FAULTY  # on the virtual clock, which starts at 100
 PATIENCE = 150.0  # seconds in which every stream has to end
 EVENTS = 20_000  # the most events of a seed: far more than needed
 LATE = ("deadline_exceeded", "broker_lost")  # possible ends of a stream after its deadline
-SETTLED = 25.0  # seconds in which nothing may remain without clients
-REST = 3.0  # seconds without anything left, longer than any frame is in transit
+SETTLED = 25.0  # seconds without clients in which the pool must become empty
+REST = 3.0  # seconds that the pool must stay empty, longer than any frame is in transit
 CHUNK = 50  # seeds per task of a process
 
 
@@ -221,7 +221,7 @@ class Run:
         assert error is not None
         ident, code = stream.state.id, error.code
         lost = code in ("worker_lost", "broker_lost")
-        losses = self.world.works[ident] + self.world.boot - 1  # the most losses without a token
+        losses = self.world.works[ident] + self.world.boot - 1  # most losses since the newest id
         barren = code == "worker_lost" and losses >= 2
         late = (ident, "deadline_exceeded") in self.may_end and code in LATE
         fragile = (ident, "not_durable") in self.may_end and lost
@@ -236,7 +236,7 @@ class Run:
         for worker in world.workers.values():
             worker.frozen_until = 0.0
         end = max(world.now, world.core_frozen, world.up_at) + SETTLED
-        rested = 0.0  # seconds without anything left
+        rested = 0.0  # seconds in which all counts of `left` are 0
         while rested < REST and world.now < end:
             second = world.now + 1.0
             self.advance(second, lambda: True)
@@ -299,7 +299,7 @@ def run_seeds(first: int, count: int, jobs: int) -> Iterator[Outcome]:
     if jobs <= 1:
         yield from map(run_seed, seeds)
         return
-    # Garbage collection among the many objects of a run took an eighth of the time.
+    # By default, garbage collection among the many objects of a run took an eighth of the time.
     rarely = partial(gc.set_threshold, 100_000)
     with multiprocessing.get_context("spawn").Pool(jobs, rarely) as pool:
         yield from pool.imap(run_seed, seeds, CHUNK)

@@ -30,7 +30,7 @@ class Pool:
             restart_limit=self.dice.choice((1, 2, 5)),
             queue_limit=200,
         )
-        self.sent: dict[bytes, tuple[int, dict[str, Any]]] = {}  # attempt and request
+        self.sent: dict[bytes, tuple[int, dict[str, Any]]] = {}  # id -> attempt, request
         self.links = list(range(1, LINKS + 1))  # current links of clients
         self.calls: list[bytes] = []
         self.answered: list[bytes] = []
@@ -51,7 +51,7 @@ class Pool:
         happens(self)
         known = self.story.core.state.links
         for place, number in enumerate(self.links):
-            if number in known and known[number].lost:  # from now on its client has a new link
+            if number in known and known[number].lost:  # its client now uses a new link
                 self.links[place] = 1 + max(self.links)
 
     # ---- clients -------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_a_client_cannot_shorten_what_the_settings_keep_for_ever(asked: int) -> 
         (-1, 60, -1, -1),
         (-1, 60, 600, 600),
         (900_000, 60, 600, 600),
-        (900_000, 60, 0, 60),  # 0: not longer than the setting
+        (900_000, 60, 0, 60),  # longest = 0: not longer than `usual`
         (-1, 60, 0, 60),
         (0, 60, 0, 0),
         (0, -1, -1, -1),

@@ -78,7 +78,7 @@ def test_a_prompt_that_is_cancelled_while_it_is_read_has_its_tokens_in_usage(sto
     request = story.generate()
     worker = story.ready_worker()
     number = worker.runs[request].attempt
-    story.do(make.prompts(worker.epoch, (request, number + 1, 7)))  # of another run
+    story.do(make.prompts(worker.epoch, (request, number + 1, 7)))  # a report of another run
     story.do(make.prompts(worker.epoch + 1, (request, number, 8)))  # of another worker
     story.do(make.prompts(worker.epoch, (request, number, 300), (b"x" * 16, 1, 5)))
     story.cancel(request)
@@ -140,7 +140,7 @@ def test_a_worker_never_gets_more_work_than_it_has_credit_for(story: Story) -> N
 def test_credit_that_crossed_work_is_not_counted_twice(story: Story) -> None:
     worker = story.ready_worker(sequences=2)
     story.generate()
-    # Sent before the work arrived: two free sequences, no work received.
+    # The worker sent this credit before the work arrived: two free sequences, no work received.
     story.do(make.credit(worker.epoch, {"sequences": 2, "works": 0}))
     story.generate()
     third = story.generate()
@@ -316,7 +316,7 @@ def test_two_streams_of_one_worker_are_kept_apart(story: Story) -> None:
         (100, 0, None, 100),
         (100, 7, None, 7),
         (100, 7, 3, 3),
-        (100, 7, 0, 0),  # 0: up to the context
+        (100, 7, 0, 0),  # named = 0: up to the context
         (100, 7, -1, 7),
     ],
 )

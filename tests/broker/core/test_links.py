@@ -65,7 +65,7 @@ def test_the_place_of_a_silent_client_is_given_to_a_client_that_waits(story: Sto
 
 def test_a_silent_client_keeps_its_place_until_somebody_waits(story: Story) -> None:
     worker, stalled = story.running(sequences=1)
-    own = story.generate()  # the client's own requests do not count
+    own = story.generate()  # other requests of the silent client do not count as waiting
     story.later(6)
     assert worker.cancelled == []
     story.generate(link=2)
@@ -175,7 +175,7 @@ def test_many_links_that_are_lost_at_once_end_in_portions_together(story: Story)
 def test_streams_that_have_a_place_are_the_first_of_a_lost_link(story: Story) -> None:
     """Running streams of a lost link end before its waiting streams."""
     waiting = plain_streams(story, 2 * MAX_ENDED)
-    resume = {"count": 1}  # another broker ran them, so they precede other requests
+    resume = {"count": 1}  # these streams ran in another broker, so they precede other requests
     running = [
         story.generate(durable=False, resume=resume, blobs=[pack_ids([0])]) for _ in range(2)
     ]
@@ -231,7 +231,7 @@ def test_what_a_lost_link_still_has_may_end_otherwise_and_ends_once(story: Story
     late = story.generate(durable=False, deadline_ms=1)
     plain = plain_streams(story, 4 * MAX_ENDED)
     counters = story.core.state.counters
-    for link in range(2, 2 + MAX_ENDED):  # each has its turn before link 1 has its first
+    for link in range(2, 2 + MAX_ENDED):  # streams of each end before streams of link 1
         plain_streams(story, 2, link)
         story.do(ev.LinkLost(link))
     story.do(ev.LinkLost(1))
@@ -338,7 +338,7 @@ def test_a_wrong_position_condemns_the_worker(story: Story) -> None:
     assert story.stopped() == ["m/0"]
     assert worker.state is WorkerState.CONDEMNED
     assert story.to_client() == []
-    # All its frames are ignored now; its slot is refilled after the process has ended.
+    # All frames of the worker are ignored now. Its slot is refilled after its process has ended.
     assert worker.tokens(good) == []
     waiting = story.generate()
     assert story.started() == []

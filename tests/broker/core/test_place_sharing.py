@@ -55,7 +55,7 @@ def test_an_owner_that_waits_gets_a_place_of_an_owner_that_has_all() -> None:
     newest = requests[3]
     assert [ident for ident, _ in worker.cancelled] == [newest]
     assert story.request(newest).state is RequestState.QUEUED
-    worker.tokens(newest, 3)  # the worker receives the cancel later
+    worker.tokens(newest, 3)  # the cancel has not reached the worker yet
     assert confirm(worker) == [newest]
     assert set(worker.runs) == {*requests[:3], waits}
     worker.end(waits, count=2)
@@ -199,7 +199,7 @@ def test_a_worker_that_dies_loses_no_stream_that_gave_up_its_place() -> None:
     story, worker, requests = flooded(more=0)
     waits = bob(story)
     patient(story)
-    worker.tokens(requests[3], 2)  # comes too late
+    worker.tokens(requests[3], 2)  # the stream has already given up its place
     worker.die()
     worker = story.ready_worker(sequences=8)
     assert set(worker.runs) == {*requests, waits}

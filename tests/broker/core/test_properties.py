@@ -24,7 +24,7 @@ from support import core_events as make
 from support import kinds
 from support.core_harness import FakeWorker, Story, model, owed, request_id
 
-IDS = [request_id(n) for n in range(101, 107)]  # calls have lower numbers
+IDS = [request_id(n) for n in range(101, 107)]  # ids of calls have lower numbers
 LINKS = (1, 2, 3)
 MEMORY = 10  # memory for two of the three workers
 NOT_DURABLE = IDS[5]
@@ -130,7 +130,7 @@ class Pool(RuleBasedStateMachine):
     ) -> None:
         """Sends a request for the first time or again, in any state of the request."""
         times: dict[str, Any] = {"deadline_ms": deadline, "queue_ms": queue}
-        if request == IDS[4]:  # a difference that a retry may not have
+        if request == IDS[4]:  # a field that each retry of IDS[4] has to repeat
             times["first_token_ms"] = 2_000
         self.send(request, link, attempt, batch=batch, window=window, **times)
 
@@ -168,7 +168,7 @@ class Pool(RuleBasedStateMachine):
         if live is None or request in (NOT_DURABLE, IDS[4]) or link in self.lost:
             return
         known = self.story.core.state.links.get(link)
-        if known is not None and known.lost:  # silent for too long: the client gets no frame
+        if known is not None and known.lost:  # lost by silence: its client gets no frame
             return
         others = set(self.story.core.state.requests) - {request}
         attempt = live.attempt + 1
@@ -389,7 +389,7 @@ class Pool(RuleBasedStateMachine):
     @rule()
     def drain_pool(self) -> None:
         self.steps += 1
-        if self.steps > 3:  # rarely, because it ends the sequence of events
+        if self.steps > 3:  # rarely, because a drain ends the sequence of events
             self.story.do(ev.StartDrain(None, None, 5.0))
 
     # ---- invariants --------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_the_waiting_tokens_of_an_owner_are_bounded() -> None:
     refused(story, "201 tokens", "300", "quota_tokens")
     story.generate(prompt="x" * 200)
     story.assert_sent(1, "accepted")
-    story.ready_worker()  # takes the waiting requests
+    story.ready_worker()  # the worker takes the waiting requests
     story.generate(prompt="x" * 800)
     story.assert_sent(1, "accepted")
 

@@ -167,7 +167,7 @@ def test_a_worker_that_said_bye_gets_no_more_work(story: Story) -> None:
     story.later(pause(1))
     fresh = story.ready_worker()
     assert [call.header.id for call in fresh.asked] == [asked]
-    fresh.end(request)  # alone, because it is charged with the loss
+    fresh.end(request)  # `request` runs alone, because it is charged with the loss
     fresh.credit()
     fresh.end(later)
     story.assert_ended(later, "stop")

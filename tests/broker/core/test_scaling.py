@@ -91,4 +91,4 @@ def test_a_broker_without_workers_says_how_many_are_wanted() -> None:
     assert not story.workers
     hear_for(story, round(HOLD) + 2)
     assert story.model().replicas_wanted == 3
-    assert story.model("n").replicas_wanted == 0  # the settings do not give the broker a number
+    assert story.model("n").replicas_wanted == 0  # a fixed number, which the broker does not choose

@@ -29,7 +29,7 @@ def test_no_seed_breaks_an_invariant() -> None:
     assert faults > SEEDS
     assert ends["done"] > SEEDS
     assert min(ends["cancelled"], ends["worker_lost"]) > 0
-    assert ends["poisoned"] > 0 or not everything()  # some runs of 1,000
+    assert ends["poisoned"] > 0 or not everything()  # the end of some of 1,000 runs
     assert ends["done"] > 0.8 * ends.total()
 
 

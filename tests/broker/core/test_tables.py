@@ -137,8 +137,8 @@ def test_illegal_moves_change_nothing(kind: type[Enum], state: Enum, event: str,
         (ModelState.FAILED, [], 1, "failed"),
         (ModelState.BROKEN, [], 5, "broken"),
         (ModelState.BROKEN, [], 0, "cold"),  # a replica has served in the meantime
-        (ModelState.WANTED, [], 5, "broken"),  # its probe waits for memory
-        (ModelState.COLD, [], 5, "broken"),  # it was drained and opened again
+        (ModelState.WANTED, [], 5, "broken"),  # the model's probe waits for memory
+        (ModelState.COLD, [], 5, "broken"),  # the model was drained and opened again
         (ModelState.DRAINING, [WorkerState.READY], 0, "draining"),
         (ModelState.DRAINED, [], 5, "drained"),
     ],

@@ -55,7 +55,7 @@ def test_the_first_connection_is_told_nothing_of_a_take_over(story: Story) -> No
     worker.tokens(X, 3)
     assert {action.link for action in story.to_client()} == {2}
     assert story.ack(X, 2, link=1) == story.ack(X, 99, link=1) == []
-    for _ in range(12):  # longer than client_grace, without a sign of the first connection
+    for _ in range(12):  # longer than client_grace; the first connection is silent
         story.hear(2)
         story.later(1)
     assert story.request(X).live

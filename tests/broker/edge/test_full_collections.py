@@ -78,7 +78,8 @@ def test_memory_is_bounded_though_streams_are_always_live(monkeypatch: pytest.Mo
     collections.start(100.0)
     young, middle, full = gc.get_threshold()
     cycles = [old_cycle()]
-    # The most for a full collection: Python also waits until a quarter of the objects is new.
+    # The loop is long enough for a full collection: Python also waits until a quarter of the
+    # objects is new.
     held: list[list[int]] = [[] for _ in range(young)]
     for _ in range(40 * middle * full):
         held += [[] for _ in range(young)]
@@ -128,7 +129,7 @@ def test_a_process_that_needs_more_and_more_has_few_full_collections(
     collections = FullCollections(lambda: True, lambda: memory)
     collections.start(100.0)
     monkeypatch.setattr(gc, "collect", lambda: sizes.append(memory >> 20))
-    for second in range(1000):  # to 10 times the memory
+    for second in range(1000):  # the memory grows from 40 to 1040 MiB
         memory += 2**20
         collections.on_turn(101.0 + second)
     assert sizes == [105, 170, 256, 385, 578, 868]

@@ -15,7 +15,7 @@ import pytest
 from mlxpool.broker import host
 from support.pool import until
 
-NOBODY = 2**22 + 1  # above every pid
+NOBODY = 2**22 + 1  # greater than every pid
 
 
 @pytest.fixture(params=[True, False], ids=["linux", "portable"])

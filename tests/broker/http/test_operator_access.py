@@ -65,8 +65,8 @@ def test_the_page_of_this_server_may_with_the_token(file: Path, host: str) -> No
         ({"Host": None}, 403, "the host ''"),
         ({"Host": "[::1"}, 403, "the host"),
         ({"Host": "evil.example@127.0.0.1:9464"}, 403, "the origin"),
-        # A script of another site (CSRF), of another port or of a file; and a client that is no
-        # browser.
+        # A script of another site (CSRF), of another port or of a file; and a client that is
+        # not a browser.
         ({"Origin": "https://evil.example"}, 403, "the origin 'https://evil.example'"),
         ({"Origin": "http://127.0.0.1:8080"}, 403, "the origin"),
         ({"Origin": "https://127.0.0.1:9464"}, 403, "the origin"),

@@ -43,8 +43,8 @@ class World:
         self.story = BatchStory(store)
         self.lines: dict[str, list[dict[str, Any]]] = {}
         self.ids: dict[str, bytes] = {}  # name -> id, of accepted batches
-        self.touched: set[str] = set()  # cancelled or retried
-        self.seen: dict[str, tuple[bytes, dict[str, Any]]] = {}  # question, last row
+        self.touched: set[str] = set()  # names of batches that were cancelled or retried
+        self.seen: dict[str, tuple[bytes, dict[str, Any]]] = {}  # id of the wait, last row
         self.done = Counter[str]()
         self.runs = itertools.count(1)
         self.answers: dict[str, set[bytes]] = {}  # text of a call -> answers of its runs
@@ -155,7 +155,7 @@ class World:
         story.tell_manager(ev.StoreLost())
         store.refusal = Refused("store_closed", "lost")
         story.settle()
-        busy = self.random.random() < 0.3  # refused already at the first check
+        busy = self.random.random() < 0.3  # the store still refuses the first check
         store.refusal = Refused("store_busy", "busy") if busy else None
         story.tell_manager(ev.StoreOpened())
         story.settle()

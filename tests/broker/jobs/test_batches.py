@@ -103,7 +103,7 @@ def test_lines_become_jobs_and_their_results_are_read_in_order(story: BatchStory
     assert (row["state"], row["lines"], row["metadata"]) == ("running", 10, {"who": "me"})
     worker = story.ready_worker(sequences=4)
     story.pass_time(0.5)
-    assert counts(story.batch("b")) == (2, 8, 0, 0, 0, 0, 0)  # twice the worker's sequences
+    assert counts(story.batch("b")) == (2, 8, 0, 0, 0, 0, 0)  # 8: twice the worker's sequences
     story.work_off(worker)
     row = story.batch("b")
     assert (row["state"], counts(row)) == ("done", (0, 0, 10, 0, 0, 0, 0))
@@ -206,7 +206,7 @@ def test_what_is_not_done_by_the_deadline_expires(story: BatchStory) -> None:
     outcomes = story.outcomes("b", limit=1000)
     ends = {(each["state"], each["end"]["body"]["code"]) for each in outcomes}
     assert ends == {("expired", "deadline_exceeded")} and len(outcomes) == AHEAD + 300
-    assert sum("job" not in each for each in outcomes) >= 100  # the deadline ended the others
+    assert sum("job" not in each for each in outcomes) >= 100  # the other lines ended as jobs
 
 
 def test_lines_that_the_deadline_cuts_off_are_expired(
@@ -230,7 +230,7 @@ def test_lines_that_the_deadline_cuts_off_are_expired(
     assert counts(row) == (0, 0, 4, 0, 1, 0, 6)
     outcomes = story.outcomes("b")
     assert [each["state"] for each in outcomes] == ["done"] * 4 + ["expired"] * 6 + ["failed"]
-    row = story.about_batch(messages.RETRY, "b")  # without a job that could wait again
+    row = story.about_batch(messages.RETRY, "b")  # no job could wait again
     assert (row["state"], counts(row)) == ("done", (0, 0, 4, 0, 1, 0, 6))
 
 
@@ -389,11 +389,11 @@ def test_refused_submissions_are_counted_by_reason(store: StoredJobs) -> None:
     for ident in (story.submit("two"), story.submit("three")):
         story.settle()
         assert story.answer(ident)["code"] == "over_quota"
-    story.submit("one")  # a second submission is not refused; another batch with the key is
+    story.submit("one")  # a second submission is not refused; another job with the key is
     story.submit("one", prompt="other")
     story.submit("four", model="nowhere")
     story.ask(PutFile(KeyName("f"), 0, b"x" * 11, last=True))
-    story.about("retry", "nosuch")  # no submission
+    story.about("retry", "nosuch")  # a refused retry does not count
     story.ask(SubmitBatch(KeyName("b"), "nofile"))
     story.settle()
     assert story.manager.figures().refused == {
@@ -455,10 +455,10 @@ def test_so_many_readers_of_progress_and_no_more(story: BatchStory) -> None:
 
 def test_another_broker_goes_on_where_the_first_one_ended(story: BatchStory) -> None:
     row = story.submit_batch("b", prompts(3000))
-    for _ in range(9):  # a portion was partly checked
+    for _ in range(9):  # until a portion is partly checked
         story.tell_manager(ev.Wake())
         story.settle()
-    for _ in range(2):  # from three starts on, jobs without ids run one at a time
+    for _ in range(2):  # after three starts, jobs without ids would run one at a time
         story = story.restart()
         story.pass_time(0.5)
         worker = story.ready_worker(sequences=256)

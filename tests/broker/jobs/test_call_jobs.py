@@ -353,7 +353,7 @@ def test_calls_of_one_model_hold_up_no_job_of_another() -> None:
     assert len(generating.runs) == 2 and len(other.asked) == 1 and len(worker.asked) == 32
     answer(other, asked_of(other)[0])
     story.pass_time(0.5)
-    assert len(other.asked) == 2  # it only waits for its own answers
+    assert len(other.asked) == 2  # `other` only waits for its own answers
     for answering in (worker, other):
         answer(answering, asked_of(answering)[-1])
     story.pass_time(0.5)

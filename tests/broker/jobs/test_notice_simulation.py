@@ -46,7 +46,7 @@ class History:
         self.seen = 0  # number of checked posts of this broker
         self.under_way: dict[int, Post] = {}  # by end_seq
         self.dead: set[str] = set()
-        self.taken: Counter[str] = Counter()  # by id
+        self.taken: Counter[str] = Counter()  # deliveries by id
         self.bytes: dict[str, bytes] = {}
         self.keys: list[str] = []
 
@@ -157,7 +157,7 @@ def test_each_end_is_taken_or_given_up(store: StoredJobs, seed: int) -> None:
     assert isinstance(page, Notices)
     given_up = {notice.end_seq for notice in page.notices}
     jobs = [store.ask(ReadJob(Scope(OWNER, "", key))) for key in history.keys]
-    stored = [reply.job for reply in jobs if isinstance(reply, Found)]  # others died with a broker
+    stored = [reply.job for reply in jobs if isinstance(reply, Found)]  # a broker lost the others
     assert len(stored) > 10
     for job in stored:
         count = history.taken[f"job_{job.id.hex()}_{job.end_seq}"]

@@ -186,7 +186,7 @@ def test_a_receiver_that_wants_no_more_is_not_asked_again() -> None:
 def test_a_notice_outlives_the_broker(told: bool) -> None:
     story = telling_story()
     post = ended_job(story)
-    if told:  # delivered, but the broker ended before the disk had it
+    if told:  # delivered, but the broker ended before the delivery was on the disk
         story.tell_manager(ev.Posted(post.end_seq, True))
     story = restarted(story)
     story.pass_time(0.2)
@@ -320,7 +320,7 @@ def test_a_host_that_cannot_be_reached_is_tried_with_one_notice_after_pauses() -
     assert len(story.posts) == count + 1  # the pause has become longer
     story.pass_time(MAX_PAUSE)
     assert len(story.posts) == count + 2
-    posted(story, story.posts[-1])  # it is back
+    posted(story, story.posts[-1])  # the host can be reached again
     assert len(under_way(story, tried)) >= PER_ORIGIN
     tries = [notice.tries for notice in story.store.outbox.values()]
     assert sum(tries) == PER_ORIGIN + 1

@@ -59,7 +59,7 @@ def test_every_reading_has_the_failures_at_the_same_places(story: JobStory) -> N
     worker = story.ready_worker(sequences=4)
     story.submit("a")
     story.settle()
-    fail(story, worker)  # two retries before its first id
+    fail(story, worker)  # the job is retried twice before its first id
     retry(story, worker)
     fail(story, worker)
     retry(story, worker)
@@ -81,8 +81,7 @@ def test_every_reading_has_the_failures_at_the_same_places(story: JobStory) -> N
     fail(story, worker)
     assert story.job("a").retried == ((0, 2), (3, 1), (5, 1))
     whole = read(story)
-    # After the last id there is a delta without ids: its error is the second error at this
-    # position.
+    # The last delta has no ids, and the first error at position 5; the second error follows it.
     assert deltas(story, whole) == [(0, 2, 3), (3, 1, 2), (5, 1, 0)]
     assert deltas(story, read(story, 5)) == [(5, 1, 0)]
     kinds = [tell.message.kind for tell in story.told if tell.header.id == whole]

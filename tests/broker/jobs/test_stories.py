@@ -333,7 +333,7 @@ def test_jobs_outlive_the_broker_and_go_on_from_their_durable_ids() -> None:
     worker, job = started(story)
     worker.tokens(job.id, 3, facts={"digest": "d", "context": 2048})
     story.pass_time(UNREAD_DELAY + 0.2)
-    worker.tokens(job.id, 2)  # never stored on the disk
+    worker.tokens(job.id, 2)  # these ids are never stored on the disk
     story.drain()
     story = story.restart()
     worker = story.ready_worker(digest="d")
@@ -531,7 +531,7 @@ def test_a_job_that_ends_the_broker_runs_alone_and_is_dead_in_the_end() -> None:
     story.settle()
     worker = story.ready_worker()
     story.pass_time(0.3)
-    assert story.job("bad").id not in worker.runs  # it comes last
+    assert story.job("bad").id not in worker.runs  # `bad` comes last
     worker.end(story.job("good").id, count=1)
     worker.credit()
     story.pass_time(0.3)
@@ -646,7 +646,7 @@ def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> No
         running = list(worker.runs)
         for id in running:
             if id in bad and steps % 4:
-                continue  # 2 s pass until the first token
+                continue  # a bad job computes for 2 s before its first token
             if id in bad:
                 assert goods, "two of them one after the other, while others were due"
                 goods = 0
@@ -828,7 +828,7 @@ def test_a_job_that_has_to_run_alone_and_has_waited_is_given_to_the_core() -> No
         assert story.now < begin + SUSPECT_WAIT + 10, "it was held up"
         for stream in streams:
             worker.tokens(stream, 1)
-            story.ack(stream, 1)  # its client is connected
+            story.ack(stream, 1)  # the ack shows that the client is connected
         story.pass_time(1.0)
     assert story.now >= begin + SUSPECT_WAIT and set(worker.runs) == set(streams)
 
@@ -1038,7 +1038,7 @@ def test_output_that_does_not_follow_is_not_stored() -> None:
     attempt = story.manager.runs.active[job.id].attempt
     with pytest.raises(ValueError, match="at 3, which has 2 ids"):
         story.tell_manager(ev.Output([Delta(job.id, attempt, 3, "3 ", pack_ids([3]))]))
-    story.perform(story.manager.decided())  # as the broker does
+    story.perform(story.manager.decided())  # the broker also performs these actions after an error
     story.settle()
     assert story.assert_state("a", JobState.WAITING).pos == 2
     assert worker.runs[job.id].pos == 2  # the job runs again, after the stored ids
@@ -1057,7 +1057,7 @@ def test_owners_have_turns_and_the_window_bounds_what_runs() -> None:
     story.ready_worker(sequences=4)
     story.pass_time(0.3)
     running = list(story.manager.runs.active.values())
-    assert len(running) == 8  # twice the places
+    assert len(running) == 8  # twice the worker's places
     assert sum(active.job.scope.owner == "uid:2" for active in running) == 3
 
 

@@ -189,7 +189,7 @@ def test_the_end_of_a_line_waits_for_others_while_further_lines_wait(store: Stor
     worker.credit()
     story.drain()
     assert not _finish_of(story).urgent
-    (feed,) = waiting(story, FeedNext)  # urgent: the end is written in the same commit
+    (feed,) = waiting(story, FeedNext)  # urgent, so the end is written in the same commit
     assert feed.urgent
     story.work_off(worker)
     assert story.batch("b")["done"] == 10
@@ -235,9 +235,9 @@ def test_jobs_are_read_many_at_once() -> None:
     assert len(story.manager.runs.active) == 32
     end_some(story, worker, 1)
     story.settle()
-    assert len(story.manager.runs.active) == 32  # the last read was long ago
+    assert len(story.manager.runs.active) == 32  # read at once: the last read was long ago
     end_some(story, worker, 3)
-    assert not waiting(story, FeedNext)  # 3 of 32 sequences are few
+    assert not waiting(story, FeedNext)  # no read for only 3 of 32 jobs
     end_some(story, worker, 1)
     (feed,) = waiting(story, FeedNext)
     assert isinstance(feed, FeedNext) and feed.count == 4

@@ -71,7 +71,7 @@ def test_the_first_worker_of_none_is_wanted_at_once() -> None:
 
 def test_workers_are_ended_to_the_most_that_were_needed_in_the_cool_down() -> None:
     scale = next_scale(ReplicaScale(4), queue(0, 0, 4), RULES, 0.0)
-    scale = next_scale(scale, queue(0, 0, 12), RULES, 100.0)  # two workers
+    scale = next_scale(scale, queue(0, 0, 12), RULES, 100.0)  # needs two workers
     scale = next_scale(scale, queue(0, 0, 1), RULES, 299.0)
     assert scale.wanted == 4
     assert next_scale(scale, queue(0, 0, 1), RULES, 300.0) == ReplicaScale(2)

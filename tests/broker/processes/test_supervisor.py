@@ -188,7 +188,7 @@ def test_a_stop_of_an_empty_slot_does_nothing(nursery: Nursery) -> None:
     nursery.supervisor.kill_overdue(now=1.0)
     child = nursery.start("pass")
     assert gone(child)
-    nursery.supervisor.stop("m/0", now=1.0)  # it has ended, but was not reaped yet
+    nursery.supervisor.stop("m/0", now=1.0)  # the child has ended, but was not reaped yet
     nursery.supervisor.kill_overdue(now=99.0)
 
 

@@ -31,7 +31,7 @@ def route(prompt_ms: float, *steps: tuple[int, float]) -> Route:
 
 
 def test_the_cost_is_the_time_to_read_and_to_decode() -> None:
-    worker_route = route(2.0, (1, 20.0), (5, 28.0))  # 18 ms and 2 ms per row
+    worker_route = route(2.0, (1, 20.0), (5, 28.0))  # a step: 18 ms plus 2 ms per row
     assert cost_ms(demand(300), worker_route, 4, WorkerSpeed()) == pytest.approx(
         600 * READ_WEIGHT + 100 * 24
     )

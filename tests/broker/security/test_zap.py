@@ -82,7 +82,7 @@ def test_it_answers_over_its_socket_and_goes_on_after_nonsense(zap: ZapHandler) 
         zap.serve(1.0)
         assert asker.poll(int(PATIENCE * 1000))
         assert asker.recv_multipart()[2] == status
-    zap.serve(1.0)  # without a request it does not wait
+    zap.serve(1.0)  # `serve` does not wait for a request
     asker.close(linger=0)
 
 

@@ -62,7 +62,7 @@ def test_a_full_disk_refuses_new_jobs_and_loses_nothing(tmp_path: Path, console:
     program.leave(0)
     assert "reserve" in program.ask("sizes")
     assert perform(program, "submit 4 100000") == "Submit store_full"
-    assert "reserve" not in program.ask("sizes")  # the remaining bytes are for running jobs
+    assert "reserve" not in program.ask("sizes")  # the reserve's bytes are for running jobs
     assert perform(program, "progress 1 4 4") == "Progress Durable 8"
     assert perform(program, "release 3") == "Release Changed"
 
@@ -127,7 +127,7 @@ def test_a_stalled_disk_fills_the_inbox_and_holds_up_nobody(
     assert program.ask("submit 2") == "offered"
     program.until_stalled()
     answers = [program.ask(f"submit {number}") for number in range(3, 30)]
-    assert answers.count("offered") == 9  # half of the inbox
+    assert answers.count("offered") == 9  # with submission 2, half of the inbox
     assert set(answers) == {"offered", "store_busy"}
     answers = [program.ask(f"progress 1 {pos} 4") for pos in range(0, 80, 4)]
     assert answers == ["offered"] * 10 + ["store_busy"] * 10

@@ -92,7 +92,7 @@ def test_a_file_is_made_of_parts_that_may_come_twice(store: OpenedStore) -> None
     for start, end, last in ((0, 10, False), (5, 10, False), (8, 400_000, False)):
         store.one(AppendFile(FILE, "a", "", start, data[start:end], last))
     shorter = store.one(AppendFile(FILE, "a", "", 0, data[:10], last=True))
-    assert isinstance(shorter, FileDiffers)  # the rest would belong to it
+    assert isinstance(shorter, FileDiffers)  # the stored bytes after byte 10 would belong to it
     ahead = store.one(AppendFile(FILE, "a", "", 500_000, b"x"))
     assert (ahead.size, ahead.complete) == (400_000, False)
     done = store.one(AppendFile(FILE, "a", "", 300_000, data[300_000:], last=True))
@@ -319,7 +319,7 @@ def test_a_cancelled_batch_ends_its_waiting_jobs(store: OpenedStore) -> None:
     assert [job.id for job in first.jobs] == [job_id(100)]
     assert first.batch.state is BatchState.CANCELLED and first.batch.live
     assert dict(first.batch.counts) == {JobState.WAITING: 1, JobState.CANCELLED: 1}
-    assert lines(store).lines == ()  # the third does not become a job
+    assert lines(store).lines == ()  # the third line does not become a job
     assert store.one(EndBatch(BATCH)).ended is None
     assert store.one(CancelBatch(SCOPE)).batch.counts == ((JobState.CANCELLED, 2),)
     ended = store.one(EndBatch(BATCH))
@@ -387,14 +387,14 @@ def test_results_of_a_batch_are_deleted_apart(store: OpenedStore) -> None:
     assert early.jobs == () and early.batch.deleted is Outcomes.NONE  # the batch has not ended
     store.do(*map(finish, (100, 101, 102)), finish(103, state=JobState.DEAD), EndBatch(BATCH))
     some = store.one(ReleaseOutcomes(SCOPE, Outcomes.DONE, count=2))
-    assert len(some.jobs) == 2 and some.batch.deleted is Outcomes.DONE  # readers get the reason
+    assert len(some.jobs) == 2 and some.batch.deleted is Outcomes.DONE  # tells readers why
     rest = store.one(ReleaseOutcomes(SCOPE, Outcomes.DONE, count=2))
     assert len(rest.jobs) == 1 and rest.batch.deleted is Outcomes.DONE
     assert results_of(store) == [(3, "dead"), (4, "failed")]
     assert dict(rest.batch.counts) == {JobState.DONE: 3, JobState.DEAD: 1}
     assert rest.batch.state is BatchState.ENDED and rest.batch.failed == 1
     store.one(Sweep())
-    assert store.one(ReadFile(FILE, "a", "")).data  # the lines of the other results
+    assert store.one(ReadFile(FILE, "a", "")).data  # lines of the other results remain
     others = store.one(ReleaseOutcomes(SCOPE, Outcomes.OTHERS))
     assert others.batch.deleted is Outcomes.DONE | Outcomes.OTHERS and results_of(store) == []
     store.one(Sweep())
@@ -429,7 +429,7 @@ def test_only_so_many_batches_of_an_owner_are_live(store: OpenedStore) -> None:
 def test_batches_are_listed_in_pages(store: OpenedStore) -> None:
     new_file(store, b"one")
     for number in range(5):
-        store.now += number % 2  # some were created at the same time
+        store.now += number % 2  # some batches are created at the same time
         scope = Scope("a", "", f"k{number}")
         store.one(SubmitBatch(b"%16d" % number, scope, b"digest", FILE))
     keys, behind = [], None
@@ -478,7 +478,7 @@ def test_outcomes_come_in_the_order_of_lines_and_in_pages(store: OpenedStore) ->
     assert [outcome.line for outcome in outcomes] == list(range(7))
     assert outcomes[0].text == "".join(f"<{pos}>" for pos in range(8))
     assert len(outcomes[0].ids) == 32
-    assert outcomes[5].ids == b""  # it runs
+    assert outcomes[5].ids == b""  # the job still runs
     assert [outcome.cause for outcome in outcomes] == ["", "not JSON", "", "x", "not JSON", "", ""]
     assert [outcome.label for outcome in outcomes] == [f"l{line}" for line in range(7)]
 

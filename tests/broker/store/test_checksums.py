@@ -61,7 +61,7 @@ def test_damaged_output_is_never_served(store: OpenedStore, column: str) -> None
     assert verified(store) == []
     flip(store, "chunk", column, "pos = 4")
     page = store.one(FetchPage(job_id(1), max_bytes=1))
-    assert isinstance(page, Page) and page.chunks[0].pos == 0  # a read before there is output
+    assert isinstance(page, Page) and page.chunks[0].pos == 0  # the output before the damage
     refused = store.one(FetchPage(job_id(1), 4))
     assert isinstance(refused, Refused) and refused.code == "damaged"
     assert "'key-1'" in refused.message and "ids from 4 on" in refused.message
@@ -207,7 +207,7 @@ def test_what_went_wrong_is_kept_with_the_stacks(store: OpenedStore) -> None:
     store.do(
         set_back(1, 0.5, "the worker m/0 ended: it hung", "Thread 1\n  File x"),
         Defer(job_id(1), 0, 2.0, 1, 0.5, cause="out of memory"),
-        Defer(job_id(1), 0, 2.0, 1, 0.5),  # it is not at fault
+        Defer(job_id(1), 0, 2.0, 1, 0.5),  # without a cause: the job is not at fault
         finish(1, JobState.DEAD, cause="too often\0"),
     )
     history = store.one(ReadHistory(job_id(1)))

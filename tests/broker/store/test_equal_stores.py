@@ -136,4 +136,4 @@ def test_both_stores_give_the_same_results(
             (type(request).__name__, name[0])
             for request, name in zip(asked, results[0], strict=True)
         }
-    assert len(seen) > 35  # kinds of operations with kinds of results
+    assert len(seen) > 35  # pairs of a kind of operation and a kind of result

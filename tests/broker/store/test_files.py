@@ -39,7 +39,7 @@ def used(store: OpenedStore, owner: str = "a") -> int:
 @pytest.mark.parametrize("oldest_first", [False, True])
 def test_files_are_listed_in_pages_of_a_purpose(store: OpenedStore, oldest_first: bool) -> None:
     for number in range(5):
-        store.now += number % 2  # some were created at the same time
+        store.now += number % 2  # some files are created at the same time
         put(store, number)
     store.one(CreateFile(FILE, "a", "", "other", "n", "q", data=b"x", last=True))
     keys: list[str] = []
@@ -50,7 +50,7 @@ def test_files_are_listed_in_pages_of_a_purpose(store: OpenedStore, oldest_first
         if not page.more:
             break
         behind = (page.files[-1].created, page.files[-1].id)
-        store.one(DeleteFile(page.files[-1].id, "a", ""))  # the place stays
+        store.one(DeleteFile(page.files[-1].id, "a", ""))  # the next page still begins after it
     order = [f"f{number}" for number in range(5)]
     assert keys == (order if oldest_first else order[::-1])
     assert len(store.one(ListFiles("a", "")).files) == 4

@@ -123,7 +123,7 @@ def test_the_bounds_of_an_owner(store: OpenedStore) -> None:
     assert isinstance(refused, Refused) and refused.code == "over_quota"
     assert refused.message.startswith("2 jobs are stored for this owner, at most 2 (quota_jobs)")
     assert store.one(submit(4, owner="b", max_jobs=2)).new
-    assert not store.one(submit(1, max_jobs=2)).new  # it is there
+    assert not store.one(submit(1, max_jobs=2)).new  # job 1 exists already
     too_large = store.one(submit(5, max_bytes=10_000, request=b"x" * 9_000))
     assert too_large.code == "over_quota" and "10000" in too_large.message
     store.do(finish(1), Release(job_id(1)))
@@ -251,7 +251,7 @@ def test_jobs_that_were_started_often_are_found_among_all_that_are_due(store: Op
         assert feed(store, count=9, held=others) == [150, 171]
     fed = store.one(FeedNext("m", 0, 9, min_starts=ALONE_STARTS))
     assert {each.job.id for each in fed.jobs} == {job_id(150), job_id(171)}
-    assert fed.next_due is None  # the later job was never started
+    assert fed.next_due is None  # the job that is due later was never started
     assert feed(store, count=9, min_starts=ALONE_STARTS, held=others) == [150, 171]
     assert len(feed(store, count=300, below_starts=1)) == 198
 
@@ -260,7 +260,7 @@ def test_a_search_for_jobs_that_were_started_often_reads_no_others(tmp_path: Pat
     """The query for jobs with many starts uses its own index, not the index of waiting jobs."""
     with SqliteOpener(tmp_path, MAX_BYTES) as opener:
         opener.open().close()
-        with opener.open() as store:  # indices are in the order of the database file
+        with opener.open() as store:  # opened again: indices are in the file's order
             for starts, index in ((ALONE_STARTS, "job_suspect"), (0, "job_waiting")):
                 asked = FeedNext("m", 0, 1, min_starts=starts)
                 for sql in (owners_sql(asked), due_sql(asked), next_due_sql(asked)):
@@ -351,7 +351,7 @@ def test_the_last_attempt_counts(store: OpenedStore) -> None:
 def test_the_last_output_and_the_end_are_one(store: OpenedStore) -> None:
     store.submitted(1)
     store.one(progress(1, 0))
-    assert isinstance(store.one(finish(1, chunk=chunk(1, 8))), Fate)  # a gap
+    assert isinstance(store.one(finish(1, chunk=chunk(1, 8))), Fate)  # no ids 4-7
     assert store.one(ReadJob(job_id(1))).job.state is JobState.WAITING
     assert isinstance(store.one(finish(1, chunk=chunk(1, 4))), Changed)
     assert store.one(FetchPage(job_id(1))).job.pos == 8
@@ -431,7 +431,7 @@ def test_a_retried_job_can_begin_anew(store: OpenedStore) -> None:
 
 def test_a_released_key_is_remembered(store: OpenedStore) -> None:
     job = store.submitted(1)
-    assert isinstance(store.one(Release(job.scope)), Fate)  # it waits
+    assert isinstance(store.one(Release(job.scope)), Fate)  # the job still waits
     store.do(progress(1, 0), finish(1))
     gone = store.one(Release(job.scope)).job
     assert (gone.state, gone.size, gone.end) == (JobState.GONE, 0, None)

@@ -39,7 +39,7 @@ def test_a_notice_is_due_until_it_is_sent(store: OpenedStore) -> None:
     assert [(each.subject, each.tries, each.due) for each in due] == [(job_id(1), 0, BEGIN)]
     assert store.one(NoticeFailed(due[0].end_seq, 30.0)) == Done()
     assert store.one(ReadNotices()) == Notices((), BEGIN + 30, BEGIN)
-    store.open()  # it remains after the broker's end
+    store.open()  # the notice remains after the broker's end
     store.now += 30
     again = store.one(ReadNotices()).notices
     assert [(each.subject, each.tries) for each in again] == [(job_id(1), 1)]
@@ -106,7 +106,7 @@ def test_origins_take_turns_and_have_their_room(store: OpenedStore) -> None:
     assert notices_of(store, count=64, per_origin=3) == {**expected, "http://dead:80": 3}
     full = (OriginLoad("http://dead:80", 8, 0), OriginLoad("http://h302:80", 8, 0))
     assert set(notices_of(store, loads=full)) == {"http://h301:80", "http://h303:80"}
-    assert notices_of(store, count=1) == {"http://dead:80": 1}  # it has been due the longest
+    assert notices_of(store, count=1) == {"http://dead:80": 1}  # due the longest
     busy = (OriginLoad("http://dead:80", 7, 1),)
     assert notices_of(store, count=1, loads=busy) == {"http://h301:80": 1}
     held = frozenset(range(1, 3))

@@ -126,7 +126,7 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
     kinds = {record.what for record in records}
     assert kinds >= {"K", "O", "W", "S", "D", "M"}
     heads = [record for record in records if record.what == "W" and len(record.data) == LOG_HEAD]
-    assert len(heads) > 3  # the database's log was copied into the database and restarted
+    assert len(heads) > 3  # how often the log was begun again, after its copy into the database
     assert lost_in_images(tmp_path, records, images=60, seed=1) == (0, [])
 
 
@@ -134,8 +134,8 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mutant", ["normal", "off", "early", "parent"])
 def test_a_store_that_breaks_a_rule_is_caught(tmp_path: Path, mutant: str) -> None:
     records = run_workload(tmp_path, "--jobs", "30", "--mutant", mutant)
-    # The cuts, and the content of the log there, vary between runs: some images have lost data,
-    # others have not.
+    # The points of the power cuts, and the log's content at these points, vary between runs: some
+    # images have lost data, others have not.
     outcomes = (lost_in_images(tmp_path, records, images=12, seed=seed) for seed in range(1, 9))
     assert any(bad and what for bad, what in outcomes)
 

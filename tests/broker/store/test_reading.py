@@ -130,7 +130,7 @@ def test_cuts_are_whole_steps(steps: list[tuple[int, str]], pos: int, max_bytes:
     assert behind.pos <= max(pos, whole.pos)
     if behind.borders:
         check(behind)
-        assert behind.pos + behind.borders[0][0] > pos  # the step with the position is first
+        assert behind.pos + behind.borders[0][0] > pos  # the first step has the position
         assert len(msgpack.unpackb(behind.logprobs)) == behind.count
     before = cut_to(whole, max_bytes)
     check(before)
@@ -229,7 +229,7 @@ def test_everything_of_every_job_is_exported(store: OpenedStore) -> None:
         cursor = page.next
     for number in (1, 2):
         of_job = [each for each in exported if each.job.id == job_id(number)]
-        assert len(of_job) == 5  # the request, each of two blobs and of two chunks
+        assert len(of_job) == 5  # the request, two blobs and two chunks
         assert [each.request for each in of_job if each.request is not None] == [
             b"request %d" % number
         ]

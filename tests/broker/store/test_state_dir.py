@@ -344,8 +344,8 @@ def test_only_what_is_not_copied_counts_as_the_length_of_the_log(tmp_path: Path)
         database = store.database
         assert isinstance(database, SqliteDatabase)
         log = tmp_path / "jobs-1.db-wal"
-        database.copy_log()  # the tables
-        for number in range(2):  # the second time over the frames of the first
+        database.copy_log()  # until here, the log has the creation of the tables
+        for number in range(2):  # the second pass overwrites the first pass's frames
             assert not database.log_is_long(200_000)
             store.transaction([submit(2 * number, request=b"x" * 100_000)], BEGIN)
             assert not database.log_is_long(200_000)

@@ -134,7 +134,7 @@ def test_results_are_kept_longer_by_the_time_in_which_no_broker_runs(store: Open
     store.submitted(1, keep=100.0)
     store.one(finish(1))
     store.close()
-    store.now += YEAR  # or the clock was changed
+    store.now += YEAR  # no broker ran, or the clock was changed
     store.open()
     assert sweep(store).forgotten == 0
     store.now += 100

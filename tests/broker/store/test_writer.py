@@ -244,7 +244,7 @@ def killed_workload(folder: Path, lines: int, seed: int) -> dict[int, int]:
     """
     command = [sys.executable, "-m", "support.store_workload", str(folder), "--print"]
     program = subprocess.Popen(
-        [*command, "--jobs", "20000", "--seed", str(seed)],  # it cannot end before its kill
+        [*command, "--jobs", "20000", "--seed", str(seed)],  # too many to end before the kill
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},

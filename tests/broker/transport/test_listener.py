@@ -69,7 +69,7 @@ def test_the_newest_idle_connections_are_ended_first(
     front.listener.busy = lambda: busy
     monkeypatch.setattr(module, "count_open", lambda: IDLE_BOUND)
     front.listener.check(10.0)
-    assert len(front.accepted()) == 36  # still below the bound
+    assert len(front.accepted()) == 36  # the bound is not exceeded yet
     monkeypatch.setattr(module, "count_open", lambda: IDLE_BOUND + 1)
     front.listener.check(20.0)
     kept = {*descriptors[:4], descriptors[35]}

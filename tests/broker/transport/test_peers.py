@@ -21,7 +21,7 @@ from mlxpool.broker.transport.peers import FIRST_RETRY, MAX_RETRY, MAX_SENDS, Pe
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.transport import sockets
 
-PATIENCE = 200  # seconds; only bounds a failure
+PATIENCE = 200  # seconds; only a failing test waits so long
 
 
 class Wire:
@@ -75,7 +75,7 @@ class Wire:
 
 @contextmanager
 def made(*, keep_gone: bool = False) -> Iterator[Wire]:
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # short: its path must fit
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # a socket's path must be short
         wires = Wire(Path(folder), keep_gone=keep_gone)
         try:
             yield wires
@@ -224,7 +224,7 @@ def test_what_waits_for_all_is_bounded_and_who_is_stuck_longest_is_given_up(wire
     assert not wires.peers.overflowed(last.number), "its own backlog was small"
     assert not wires.peers.full and not wires.peers.full.bytes and wires.peers.retry(0.0) == []
     assert wires.peers.given_up == 2
-    # Their connections were closed as well, so that libzmq holds no messages for them.
+    # The connections of both peers were closed as well, so that libzmq holds no messages for them.
     until(lambda: all(has_ended(peer.descriptor, peer.inode) for peer in (stuck, last)))
 
 
@@ -254,7 +254,7 @@ def test_one_turn_tries_a_bounded_number_of_full_peers() -> None:
         crowd.retry(turn * 0.001)
         most = max(most, crowd.sends - before)
     assert most == MAX_SENDS
-    # In 10 s: seven tries until the longest pause, then a try every 0.64 s.
+    # Each peer gets, in 10 s: seven tries until the longest pause, then a try every 0.64 s.
     assert crowd.sends < 4000 * 24
 
 
@@ -267,7 +267,7 @@ def test_a_peer_that_reads_again_is_served_among_thousands_that_do_not() -> None
     before = crowd.sends
     while 77 in crowd.full:
         crowd.retry(5.0)
-    assert crowd.sends - before <= 4001  # each earlier due peer once
+    assert crowd.sends - before <= 4001  # one try for each peer that was due earlier
     later = 5.0
     crowd.reading.add(78)  # the peer is silent, so its next try is at its due time
     while 78 in crowd.full:

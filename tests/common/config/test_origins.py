@@ -64,7 +64,7 @@ def test_lines_of_the_file(file: Path) -> None:
     assert settings["pool.front"] == (["ipc:///tmp/x"], f"{file}:4")
     assert settings["pool.queue_bytes"] == (256 * 1024 * 1024, "default")
     assert settings["models.mine.path"] == ("/m", f"{file}:9")
-    assert settings["models.mine.keep_alive"] == (-1.0, f"{file}:10")  # pin says so
+    assert settings["models.mine.keep_alive"] == (-1.0, f"{file}:10")  # set by `pin`
     assert settings['models."org/name".counting.step_us'] == (5, f"{file}:14")
     assert settings["models.inline.counting.vocab"] == (300, f"{file}:18")
     assert settings["models.inline.counting.step_us"] == (1000, "default")

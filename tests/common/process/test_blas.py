@@ -112,7 +112,7 @@ def test_without_patchelf_the_package_is_no_blas(
     [
         ("linux", "", "mlx-cpu", True),
         ("linux", "/lib/libblas.so", "mlx-cpu", False),
-        ("linux", "", "", False),  # a GPU's
+        ("linux", "", "", False),  # a GPU's back end
         ("darwin", "", "mlx-cpu", False),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_user_without_a_home_has_a_folder_in_the_temporary_one(
 def test_a_container_that_can_write_to_the_run_directory_alone(
     without_home: Path, monkeypatch: pytest.MonkeyPatch, by_variable: bool
 ) -> None:
-    (without_home / f"mlxpool-{os.getuid()}").touch()  # no folder can be made in it
+    (without_home / f"mlxpool-{os.getuid()}").touch()  # a file, so it cannot contain folders
     run_dir = without_home.parent / "run"
     if by_variable:
         monkeypatch.setenv("MLXPOOL_RUN_DIR", str(run_dir))
@@ -186,7 +186,7 @@ def test_what_others_may_have_written_is_not_used(
         used = private_temp.use()
     assert KERNELS not in os.environ and re.search(why, caplog.text)
     monkeypatch.setenv(TEMPORARY, str(folder))
-    if wrong != "file":  # no file can be made in it
+    if wrong != "file":  # if `folder` is a file, it cannot contain files
         assert private_temp.use() == used
 
 
@@ -252,7 +252,7 @@ def test_a_library_that_another_user_planted_is_not_loaded(shared: Path, planted
     computing(f"{SAFE}\n{COMPUTE}", shared)
     assert not planted.exists()
     with pytest.raises(subprocess.CalledProcessError):
-        computing(COMPUTE, shared)  # the library lacks MLX's function
+        computing(COMPUTE, shared)  # the planted library lacks MLX's function
     assert planted.exists()
 
 

@@ -100,7 +100,7 @@ def _deltas(message: Message) -> str:
 
 
 def _payload(message: Message) -> str:
-    from_client.request_digest(message.body, message.blobs)  # the broker makes it before it checks
+    from_client.request_digest(message.body, message.blobs)  # the broker does so before its checks
     try:
         payload = Generate.parse(message.body, message.blobs)
     except PoolError as error:
@@ -118,7 +118,7 @@ def test_the_corpus_is_legal() -> None:
 
 # ---- mutations of legal messages -----------------------------------------------------------------
 
-# Bytes that begin something in msgpack: containers, lengths, extensions, floats, large counts.
+# Bytes that begin special values in msgpack: containers, lengths, extensions, floats, large counts.
 TELLING = bytes([0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, *range(0xC0, 0xE0), 0x00, 0x7F, 0xFF])
 
 

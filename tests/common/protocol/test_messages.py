@@ -167,7 +167,7 @@ def test_every_kind_is_known_and_every_message_is_frozen(module: Any) -> None:
     ]
     assert contents
     for each in contents:
-        # A delta is filled step by step: a new object for each step would cost the hot path.
+        # A delta is not frozen but filled step by step: new objects would slow down the hot path.
         frozen = issubclass(each, Struct) and each.__struct_config__.frozen
         assert frozen or each is to_client.StreamDelta, each
         assert each in (from_client.ModelCall, from_worker.CallAnswer) or each.kind in known

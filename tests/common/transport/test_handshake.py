@@ -87,10 +87,10 @@ def answering(listener: socket.socket, answers: list[bytes]) -> Iterator[None]:
         for number, answer in enumerate(answers, start=1):
             try:
                 peer, _ = listener.accept()
-            except OSError:  # shut down
+            except OSError:  # the listener was shut down
                 return
             with peer, contextlib.suppress(OSError):
-                if number % 2:  # every other connection is reset: its input was not read
+                if number % 2:  # even connections are reset, as their input was not read
                     peer.recv(10)
                 peer.sendall(answer)
                 if number == len(answers):

@@ -24,7 +24,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as path:  # short: its path has to fit
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as path:  # a socket's path must be short
         yield Path(path)
 
 

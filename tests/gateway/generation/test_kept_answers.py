@@ -87,7 +87,7 @@ def test_a_reading_that_ends_early_is_no_end_of_a_dead_job(code: str, failed: bo
     ("gen", "pos", "failed"),
     [
         (0, 5, True),
-        (0, 6, False),  # a refused reading from a place after the end
+        (0, 6, False),  # a read from a position after the end, which is refused
         (0, 3, False),  # the job was tried again, made two ids, and failed again
         (1, 5, False),
     ],
@@ -136,7 +136,7 @@ def test_failures_after_which_a_job_went_on_are_told_once() -> None:
     assert failures([first, second]) == ["a", 1, "b"]
     at_end = Delta("", (), 2, steps=(AGAIN, AGAIN))
     assert failures([first, second, at_end]) == ["a", 1, "b", 2]
-    # The client has repeated its reading in between, after another failure at the same place.
+    # Between the deltas the client repeated its read, after another failure at the same position.
     before, after = (
         Delta("", (), 1, steps=(AGAIN,)),
         Delta("b", (2,), 1, steps=3 * (AGAIN,) + ((1, 1),)),

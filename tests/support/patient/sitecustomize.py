@@ -41,8 +41,8 @@ def _commands(module: ModuleType) -> None:
 
 def _clients(module: ModuleType) -> None:
     module.CONNECT_GRACE = PATIENCE  # type: ignore[attr-defined]
-    # The class already exists with its defaults, so a new class replaces it: only the broker may
-    # report a deadline, even if late.
+    # Only the broker may report a deadline, even if it is late. The defaults of the class Pace are
+    # fixed when the class is made, so a new class replaces it.
     import msgspec
 
     patient = [(name, float, PATIENCE) for name in ("overdue", "connect_grace")]

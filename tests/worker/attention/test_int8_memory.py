@@ -59,7 +59,7 @@ def peak_of(layout: str, rows: list[Any], spans: list[RowSpan]) -> int:
     return int(mx.get_peak_memory() - before)
 
 
-# The tokens of spans, and the tokens that give logits.
+# For each span of a pass: its tokens, and its tokens that give logits.
 PASSES = {"tokens": [(1, 1)] * ROWS, "drafts": [(4, 4)] * ROWS, "chunks": [(9, 1)] * ROWS}
 
 

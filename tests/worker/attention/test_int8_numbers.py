@@ -40,7 +40,7 @@ def test_a_number_is_read_within_half_a_scale(numbers: list[float]) -> None:
     exact = np.array([numbers], np.float32).astype(np.float64)
     most = np.abs(exact).max()
     assert np.abs(integers).max() <= 127 and scales.shape == (1, 1)
-    if most / 127 > 1e-36:  # below, bfloat16 has fewer digits
+    if most / 127 > 1e-36:  # bfloat16 has fewer digits for smaller scales
         assert abs(scales[0, 0] * 127 / most - 1) <= 2**-8
         assert np.abs(read - exact).max() <= scales[0, 0] * 0.5 * (1 + 1e-5)
         assert np.abs(integers).max() == 127

@@ -123,18 +123,18 @@ def test_each_row_of_a_step_attends_to_its_own_tokens(way: bool) -> None:
 @pytest.mark.parametrize(
     ("sizes", "count", "length", "expands"),
     [
-        (FLASH, 1, 4096, False),  # one token: to expand all vectors for it costs far more
+        (FLASH, 1, 4096, False),  # to expand all vectors for one token costs far more
         (FLASH, 256, 4096, False),
         (FLASH, 512, 4096, True),
         (FLASH, 64, 64, True),  # the first chunk of a prompt expands its own vectors either way
         (FLASH, 2048, MAX_DECOMPRESSED // (20 * 512), True),
-        (FLASH, 2048, MAX_DECOMPRESSED // (20 * 512) + 1, False),  # expanded: too much memory
+        (FLASH, 2048, MAX_DECOMPRESSED // (20 * 512) + 1, False),  # expanding needs too much memory
         (
             LatentDims(heads=4, rank=16, rotated=8, plain=12, value=40),
             64,
             64,
             False,
-        ),  # longer values
+        ),  # values are longer than latents
     ],
 )
 def test_the_form_with_fewer_products_is_chosen(
@@ -162,7 +162,7 @@ def test_a_long_chunk_never_holds_all_its_scores(
     finally:
         mx.set_cache_limit(before)
     score_bytes = length * 256 * SMALL.heads * FLOAT
-    if mx.cuda.is_available():  # it copies operands with another order of axes
+    if mx.cuda.is_available():  # CUDA copies operands with another order of axes
         assert taken < score_bytes or length < 8192
         return
     assert taken < 12 * 2**16 * FLOAT + expanded_bytes

@@ -130,7 +130,7 @@ def test_chunks_and_single_tokens_of_a_pass_are_one_launch_a_layer(
     kernel.clear()
     for sampled in step(engine, [*decode_spans(rows), Span(late, 0, 12, 0)]):
         sampled.sequence.ids.append(sampled.token)
-    assert kernel == [4, 4]  # layers
+    assert kernel == [4, 4]  # one entry for each layer
     kernel.clear()
     step(engine, [*decode_spans(rows), Span(late, 12, 10, 0)])
     assert kernel == [4, 4]
@@ -281,7 +281,7 @@ def test_a_row_goes_back_to_the_state_before_a_pass() -> None:
     row = RowCache(RowShape((spec,), mx.float32, 100))
     assert row.state_slice(0) is None and row.nbytes == 0
     whole = mx.arange(20).reshape(4, 5).astype(mx.float32)
-    for begin in (0, 1):  # as of a step of one token, then of a check of three
+    for begin in (0, 1):  # states of a step of one token, then of a check of three
         slices = [StateSlice(whole, begin + n) for n in range(1 + 2 * begin)]
         row.put_states(0, *slices)
         row.advance(len(slices))
@@ -292,7 +292,7 @@ def test_a_row_goes_back_to_the_state_before_a_pass() -> None:
             whole[line, :2].tolist(),
             whole[line, 2:].tolist(),
         ]
-    copy = tuple(mx.array(x) for x in row.state(0))  # as the prefix cache puts it into a row
+    copy = tuple(mx.array(x) for x in row.state(0))  # as the prefix cache puts a state into a row
     other = RowCache(row.shape)
     other.put_state(0, copy)
     state_slice = other.state_slice(0)

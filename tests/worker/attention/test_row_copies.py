@@ -259,7 +259,7 @@ def test_snapshot_free_restore_then_split_and_merge(cut: int) -> None:
     write(row, prompt)
     cache.close(row, prompt)
     side = [*prompt[:cut], 9999, 9998]
-    row, cached = cache.begin(side)  # splits at `cut` in `close`
+    row, cached = cache.begin(side)  # `close` splits the edge at `cut`
     assert cached == cut
     write(row, side)
     cache.close(row, side)

@@ -33,7 +33,7 @@ from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
 CONTEXT = 1024
 ON_GPU = mx.default_device().type == mx.DeviceType.gpu
-TOLERANCE = 2e-2 if ON_GPU else 1e-4  # of the largest logit, in bfloat16 and in float32
+TOLERANCE = 2e-2 if ON_GPU else 1e-4  # relative to the largest logit, in bfloat16 and in float32
 GEMMA = {
     "model_type": "gemma3_text",
     "head_dim": 8,
@@ -160,7 +160,7 @@ class Attention:
 
     def __init__(self, layers: int, heads: int, size: int) -> None:
         self.layers, self.heads, self.size = layers, heads, size
-        self.asked: list[int] = []  # tokens that go on after each layer
+        self.asked: list[int] = []  # for each layer, the tokens that the next layer computes
         self.table = mx.random.normal((50, heads * size), key=mx.random.key(1))
 
     def __call__(self, tokens: Any, batch: Any) -> Any:

@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "recurrent": ({**QWEN3_NEXT, "num_hidden_layers": 3}, ("rows",)),
 }
 CASES = [(name, layout) for name, (_, layouts) in MODELS.items() for layout in layouts]
-# For each row of a pass: its tokens, its tokens with results, and if these are hidden states.
+# For each row of a pass: its tokens, its tokens with results, whether results are hidden states.
 PASSES = st.lists(
     st.lists(
         st.tuples(st.sampled_from([0, 1, 1, 3, 5, 20]), st.integers(0, 20), st.booleans()),

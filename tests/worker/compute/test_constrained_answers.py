@@ -113,7 +113,7 @@ def test_white_space_does_not_go_on_for_ever(loaded: LoadedModel) -> None:
     for number, answer in batch.run().items():
         outside = re.sub(r'"[^"]*"', '""', answer.text)
         assert " " in outside and not re.search(r"\s\s|[^ \S]|[^:,] ", outside), answer.text
-        if number != 1:  # 1 may have any further keys, so it may not end
+        if number != 1:  # schema 1 allows any further keys, so its answer may not end
             assert answer.end["reason"] == "stop" and json.loads(answer.text)
 
 

@@ -35,7 +35,7 @@ class Rows:
         (0, 8, 1, MIN_RUN),
         (128, 8, 8, MIN_RUN_OF_ALL),
         (128, 127, 127, MIN_RUN_OF_ALL),
-        (128, 128, 128, NO_RUN),  # a pass with a run would have more lines
+        (128, 128, 128, NO_RUN),  # a pass with a run would have more than 128 lines
         (128, 8, 7, NO_RUN),  # the row without a format would wait for such a pass
     ],
 )

@@ -33,7 +33,7 @@ from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from support.model_engines import model_engine  # noqa: E402
 
-INT8_TIE = 0.1  # the same for int8: rounding may change a number to the next integer
+INT8_TIE = 0.1  # TIE for int8: rounding may change a number to the next integer
 TIE = 0.1 if device.on_gpu() else 1e-4  # log-probability margin of the two best within rounding
 CONTEXT, KEEP, STEPS = 24, 5, 75
 SHIFT = {"shift": True, "num_ctx": CONTEXT, "num_keep": KEEP, "ignore_eos": True}

@@ -220,8 +220,8 @@ def test_the_text_is_read_once(models: dict[str, LoadedModel], name: str) -> Non
     own = sum(len(question.prompt) - message.shared for question in message.questions)
     engine = ENGINES.pop()
     assert sum(engine.inputs) == message.shared + own
-    assert max(engine.spans) == 4  # the most sequences
-    # A row that can be rewound is used again, as it has the text.
+    assert max(engine.spans) == 4  # the engine's limit of sequences
+    # A row that can be rewound is used again, because it already has the text.
     begun = engine.prefix.hits + engine.prefix.misses
     assert begun == (len(questions) if name == "states" else 1 + 4)
     # The cache keeps only the text, not the questions.
@@ -257,7 +257,7 @@ def test_streams_go_on_meanwhile_with_the_same_tokens(models: dict[str, LoadedMo
     assert ids_of(deltas) == wanted
     ((answer, ended_before),) = answers
     assert not answer.content.failed
-    assert ended_before == {1, 2}  # they did not wait for the questions, with many more passes
+    assert ended_before == {1, 2}  # the streams did not wait for the questions' many more passes
     assert max(engine.spans) <= 4
 
 

@@ -71,7 +71,7 @@ def test_forced_tokens_get_their_blocks_before_others_check_drafts() -> None:
     batch.step()
     format = {"type": "regex", "pattern": FORCED + "[a-z]{3,9}"}
     forced = batch.admit(2, prompt="x" * 9, temperature=0.0, format=format, max_tokens=40)
-    # Its prompt and its first token just fit into its only block.
+    # The prompt of `forced` and its first token just fit into its only block.
     forced.prompt = (*forced.prompt, *[5] * (KV_BLOCK_TOKENS - 3 - len(forced.prompt)))
     engine.blocks.give(forced, 1)
     while forced.awaited == 0:

@@ -177,7 +177,7 @@ def test_forced_tokens_are_those_that_masks_allow_alone(schema: Any, draw: Any) 
     """Forced tokens are also the same if the tokens before them are replayed, as in a resume."""
     format = {"type": "json_schema", "schema": schema}
     rule, single = constraint(format), constraint(format)
-    single._canonical = False  # it makes each mask
+    single._canonical = False  # `single` forces no tokens: it makes each mask
     ids: list[int] = []
     while not rule.finished and len(ids) < 40:
         for token in rule.forced(find=True) or [draw.choice(tokens_of(single.mask()))]:

@@ -135,7 +135,7 @@ def test_others_go_on_while_a_mask_is_made(
         batch.step()
     before = list(slow.ids)
     assert withdrawn.count(slow) <= 1, "no second step waits for the mask"
-    for _ in range(3):  # it waits alone
+    for _ in range(3):  # `slow` waits alone
         batch.step()
     assert slow.held and slow.ids == before
     gate.opened.set()

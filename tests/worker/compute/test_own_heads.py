@@ -52,7 +52,8 @@ CASES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
 
 BOTH = 'set speculation to "ngram" or "auto"'
 AUTO_ALONE = 'leave speculation out, or set it to "auto"'
-NGRAMS_TOO = ("no head in the weights", "another family")  # the other cases check no drafts
+# Cases in which n-grams can draft, too; models of the other cases check no drafts.
+NGRAMS_TOO = ("no head in the weights", "another family")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,7 +76,8 @@ def test_weights_of_a_head_are_read_where_it_may_draft(speculation: str, tmp_pat
     plain = open_source(asking(path, "off"))
     assert isinstance(plain, ModelSource)
     assert (source.weight_bytes > plain.weight_bytes) == (speculation in ("auto", "mtp"))
-    assert source.opened.digest == plain.opened.digest  # a stream may go on in either
+    # A stream may continue with either setting.
+    assert source.opened.digest == plain.opened.digest
 
 
 def test_auto_leaves_a_head_out_that_cannot_draft(tmp_path: Path) -> None:

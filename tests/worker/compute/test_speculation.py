@@ -216,7 +216,7 @@ def require_same(found: Answer, wanted: Answer, had: int = 0) -> None:
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    place=st.integers(0, 29),  # of a model and a layout
+    place=st.integers(0, 29),  # the index of a model and a layout
     requests=st.lists(REQUESTS, min_size=1, max_size=4),
     lookahead=st.booleans(),
     seed=st.integers(0, 2**32),

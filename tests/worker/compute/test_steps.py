@@ -295,7 +295,7 @@ def test_a_pass_that_compiles_behind_another_is_shown_until_it_ends() -> None:
         ("submit", 0, False),
         ("submit", 1, True),
         ("collect", 0, True),
-        ("submit", 2, True),  # the second is awaited now
+        ("submit", 2, True),  # the second pass is awaited now
         ("collect", 1, True),
         ("submit", 3, False),
         ("collect", 2, False),
@@ -327,7 +327,7 @@ def test_the_progress_shows_the_oldest_step_in_flight() -> None:
     scene.admit(2, "q" * 9)
     look = scene.progress.block.read()
     assert (look.phase, look.request, look.tokens) == ("prefill", bytes([1] * 16), 15)
-    scene.step()  # collects the first; the second has a decode row and a chunk
+    scene.step()  # collects the first pass; the second has a decode row and a chunk
     look = scene.progress.block.read()
     assert names(scene.engine.flights[0]) == [1, 2]
     assert (look.phase, look.request, look.tokens) == ("prefill", bytes([2] * 16), 10)
@@ -376,7 +376,7 @@ def test_a_step_fails_while_another_is_in_flight(at: str) -> None:
     first = next(n for n, spans in enumerate(scene.engine.passes) if 2 in chunks(spans))
     after = scene.engine.passes[first + 1 :]
     reading = [names(spans) for spans in after if chunks(spans)]
-    if at == "submit":  # the chunk of 1 was in flight
+    if at == "submit":  # the chunk of request 1 was in flight
         assert [name for name in reading if len(name) > 1] == []
     assert [2] in reading
 

@@ -176,7 +176,7 @@ def test_joint_passes_stop_after_repeated_failures(monkeypatch: pytest.MonkeyPat
 
 def test_a_cancel_between_two_prefill_chunks() -> None:
     harness = ComputeHarness(prefill_us=200).ready()
-    harness.admit(1, prompt="y" * 90_000)  # 18 s
+    harness.admit(1, prompt="y" * 90_000)  # 18 s of prefill
     until(lambda: harness.progress.prefilling_request is not None, "prefill has begun")
     harness.compute.send(Drop((bytes([1] * 16), 1)))
     assert end_of(harness.until_ended({1})[1])["reason"] == "cancelled"
@@ -303,7 +303,7 @@ def test_progress_reports_phase_and_memory() -> None:
 
 def test_progress_reports_the_share_of_the_weights_that_is_loaded() -> None:
     shares: list[float] = []
-    event = threading.Event()  # the thread begins to load before the harness is returned
+    event = threading.Event()  # the thread waits: it begins to load before `harness` exists
 
     class Loading(CountingEngine):
         def load(self, on_progress: Callable[[int, int], None]) -> None:
@@ -434,8 +434,8 @@ def test_a_deadline_ends_a_run_in_any_phase() -> None:
     harness = ComputeHarness(sequences=1, prefill_us=100, step_us=1000).ready()
     for seconds in (0.1, 0.5, 2.0):  # on a busy machine the first try may give no token
         harness.admit(1, count=10**6, left=3 * seconds)
-        harness.admit(2, count=2, left=seconds)  # has no row yet
-        harness.admit(3, prompt="z" * 50_000, left=5 * seconds)  # 5 s
+        harness.admit(2, count=2, left=seconds)  # waits without a row
+        harness.admit(3, prompt="z" * 50_000, left=5 * seconds)  # 5 s of prefill
         harness.admit(4, count=2)
         streams = harness.until_ended({1, 2, 3, 4})
         if ids_of(streams[1]):

@@ -86,7 +86,7 @@ def test_at_info_no_admission_is_logged(folder: Path, caplog: pytest.LogCaptureF
     assert not [record for record in caplog.records if record.message.startswith("prefix ")]
 
 
-SIZES = {0: (255, 262), 1: (250, 266), 2: (254, 264)}  # three blocks each, the last one late
+SIZES = {0: (255, 262), 1: (250, 266), 2: (254, 264)}  # three blocks each, the last begun late
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
 
 
 @pytest.mark.parametrize("place", ["eval", "build"])
-@pytest.mark.parametrize("size", [1, 100])  # fails in decode, in prefill
+@pytest.mark.parametrize("size", [1, 100])  # 1 fails in decode, 100 in prefill
 def test_a_failed_allocation_ends_the_requests_it_hit(
     folder: Path, failing: type[Failing], place: str, size: int
 ) -> None:
@@ -223,7 +223,7 @@ def test_a_device_out_of_memory_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("place", ["eval", "build"])
-@pytest.mark.parametrize("size", [1, 100])  # fails in decode, in prefill
+@pytest.mark.parametrize("size", [1, 100])  # 1 fails in decode, 100 in prefill
 def test_a_lost_device_ends_the_worker_and_no_request(
     folder: Path,
     failing: type[Failing],

@@ -218,7 +218,7 @@ def test_masks_behind_drafts_are_those_of_single_tokens(
     draw = random.Random(seed)
     asked, single = constraint(format), constraint(format)
     pieces: list[bytes] = [piece or b"" for piece in table.pieces]
-    if thinks:  # they may end among the drafts
+    if thinks:  # the thoughts may end among the drafts
         had = 0
         for rule in (asked, single):
             rule.begin_in_thoughts(

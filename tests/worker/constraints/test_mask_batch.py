@@ -26,8 +26,8 @@ FORMATS: list[dict[str, Any]] = [
     {"type": "choice", "choices": ["yes", "no", "perhaps not"]},
     {"type": "json"},
 ]
-MOST = 12  # masks of each row
-NO_RUN = 99  # forced tokens
+MOST = 12  # the most masks of each row that are compared
+NO_RUN = 99  # forced tokens; no run has as many
 
 
 def masks_of(constraints: list[Constraint]) -> list[Words | Exception]:

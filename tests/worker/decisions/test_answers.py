@@ -69,7 +69,7 @@ def test_numbers_far_below_those_of_floats() -> None:
     assert far.outside == 1.0
     none = decided(answers, {(): {1: -math.inf, 2: -math.inf}}, 1.0)
     assert none.probabilities == (0.5, 0.5) and none.outside == 1.0
-    sure = decided(answers, {(): {1: 1e-7, 2: -30.0}}, 1.0)  # rounding may exceed 1
+    sure = decided(answers, {(): {1: 1e-7, 2: -30.0}}, 1.0)  # rounding may give more than 1
     assert sure.outside == 0.0 and sure.probabilities[0] == pytest.approx(1)
 
 

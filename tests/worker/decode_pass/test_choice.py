@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }
 STEPS = 3
-PROMPTS = [(5,), (77,)]  # of one token: prompts are not what is tested
+PROMPTS = [(5,), (77,)]  # one token each: prompts are not tested here
 
 
 @pytest.fixture
@@ -94,9 +94,9 @@ def test_an_engine_draws_the_same_tokens(
     folder = model_folder(tmp_path)
     plain = drawn(model_engine(load(folder), layout="rows", lookahead=False))
     for module in (builder, dense_weights):
-        monkeypatch.setattr(module, "on_gpu", lambda: True)  # as a GPU has them
+        monkeypatch.setattr(module, "on_gpu", lambda: True)  # weights as a GPU has them
     engine = model_engine(load(folder, dtype=mx.bfloat16), layout="pool", lookahead=True, blocks=30)
-    called.clear()  # of trials
+    called.clear()  # drops the kernels that trials called
     ours = drawn(engine)
     assert "decode_pass" in called and not called & {"ragged_attention", "rms_norm"}
     assert "one kernel computes a decode pass" in caplog.text
@@ -113,7 +113,7 @@ def test_an_engine_checks_drafts_by_it(
     folder = model_folder(tmp_path)
     plain = model_engine(load(folder), layout="rows", lookahead=False)
     for module in (builder, dense_weights):
-        monkeypatch.setattr(module, "on_gpu", lambda: True)  # as a GPU has them
+        monkeypatch.setattr(module, "on_gpu", lambda: True)  # weights as a GPU has them
     engine = model_engine(load(folder, dtype=mx.bfloat16), layout="pool", lookahead=True, blocks=30)
     options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
     answers = []

@@ -82,7 +82,7 @@ class Rows:
     def __post_init__(self) -> None:
         shape, rng = self.shape, np.random.default_rng(self.seed)
         self.counts = self.counts or [1] * len(self.lengths)
-        # The row of each line, and its number of visible keys, its own included.
+        # For each line: its row, and the number of its visible keys, its own key included.
         self.line_rows = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.counts)
         pairs = zip(self.lengths, self.counts, strict=True)
         ends = [end for length, n in pairs for end in range(length - n + 1, length + 1)]

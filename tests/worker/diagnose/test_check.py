@@ -407,7 +407,7 @@ def reckoned(folder: Path, **changes: Any) -> MemoryEstimate:
 def test_keys_and_values_of_8_bits_take_a_quarter_of_32(good: Path) -> None:
     """The report names the dtype of keys and values, and counts fewer bytes for a token."""
     heads, layers = 2 * 2, 2  # keys and values
-    assert reckoned(good, kv="int8").token == heads * layers * (8 + 2)  # width, and a scale
+    assert reckoned(good, kv="int8").token == heads * layers * (8 + 2)  # 8 integers and a scale
     report = check("name", ModelConfig(path=str(good), kv="int8"), machine=True)
     plain = check("name", ModelConfig(path=str(good)), machine=True)
     assert (report["memory"]["kv"], plain["memory"]["kv"]) == ("int8", "auto")

@@ -40,7 +40,7 @@ PAIRS = (
     ("vector search", "the dog " * 60),  # longer than the models read
     ("quick fox", "vector search over a passage"),
 )
-MAX_TOKENS = 48  # of all models but the rerankers with a question
+MAX_TOKENS = 48  # of all models except rerankers with a question
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -73,7 +73,7 @@ class Case:
     prompt_name: str = ""
     prefix: str = ""
     answers: bool = False
-    dimensions: int = 0  # the first ones, normalised; 0: all
+    dimensions: int = 0  # the first dimensions that are kept and normalised; 0: all
 
 
 def _config(model_type: str, architecture: str, **rest: Any) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def write_json(file: Path, value: Any) -> None:
 # ---- tokenizers --------------------------------------------------------------------------------
 
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
-ROBERTA_SPECIAL = ("[CLS]", "[PAD]", "[SEP]", "[UNK]")  # positions begin after the padding's id
+ROBERTA_SPECIAL = ("[CLS]", "[PAD]", "[SEP]", "[UNK]")  # positions begin after the id of [PAD]
 LETTERS = [chr(code) for code in range(33, 127)]
 
 

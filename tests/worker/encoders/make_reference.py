@@ -43,7 +43,7 @@ def checkpoint_digest(folder: Path) -> str:
             for name, array in sorted(load_file(str(file)).items()):
                 digest.update(f"{place} {name} {array.shape}".encode())
                 digest.update(array.tobytes())
-        elif file.name != "tokenizer.json":  # its text is another with other tokenizers
+        elif file.name != "tokenizer.json":  # the text depends on the version of tokenizers
             digest.update(f"{place} {file.read_text()}".encode())
     return digest.hexdigest()
 
@@ -87,7 +87,7 @@ def _chat_template() -> str:
         for role in ("query", "document")
     }
     pair = questions.QUESTION.format(instruction=questions.INSTRUCTION, **turns)
-    # A template's last newline is dropped, and what is between quotation marks stays as it is.
+    # A template loses its last newline, but text between quotation marks stays unchanged.
     begin, end = (
         f"{{{{ {text!r} }}}}" for text in (questions.QUESTION_BEGIN, questions.QUESTION_END)
     )

@@ -23,7 +23,7 @@ def source(tmp_path: Path) -> EncoderTextSource:
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS))
-    tokenizer.enable_truncation(3)  # as in files of released models; the model's bound counts
+    tokenizer.enable_truncation(3)  # as in released files; only the model's bound has an effect
     file = tmp_path / "tokenizer.json"
     tokenizer.save(str(file))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -356,7 +356,7 @@ def test_a_sequence_that_leaves_holds_nothing(loaded: Any, tmp_path: Path) -> No
     seq = sequence(prompt)
     fetch(other, seq)
     assert other.prefix.nbytes > 0
-    assert other.prefix.shrink(10**12) == 0  # what it waits for is not evicted
+    assert other.prefix.shrink(10**12) == 0  # the prefix that `seq` waits for is not evicted
     other.release(seq)
     assert other.prefix.shrink(10**12) > 0 and other.prefix.nbytes == 0
     assert other.inspect().memory.blocks_in_use() == 0
@@ -399,12 +399,12 @@ def test_a_disk_that_does_not_answer_is_given_up(
 def test_a_disk_that_serves_others_is_not_given_up(
     loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_prefixes, "READ_LIMIT", 1e6)  # longer than the machine runs
+    monkeypatch.setattr(disk_prefixes, "READ_LIMIT", 1e6)  # seconds; more than the machine's uptime
     model, prompts = loaded("full"), [prompt_of(SIZE, salt) for salt in range(2)]
     saved(model, tmp_path, *prompts)
     other = reopened(model, tmp_path)
     disk = disk_of(other)
-    disk.tier.reader.room.limit = 1  # a record at a time
+    disk.tier.reader.room.limit = 1  # reads one record at a time
     first, second = map(sequence, prompts)
     began = time.monotonic() - 2 * disk_prefixes.READ_LIMIT
     disk.begin(first, began)

@@ -337,7 +337,7 @@ def test_what_compiles_in_a_pass_is_told_before_it_is_built(
         return fresh, events
 
     new, known = (True, ["told", "built", "compiled"]), (False, ["built"])
-    longer = (True, ["built", "told", "compiled"])  # another 64 tokens
+    longer = (True, ["built", "told", "compiled"])  # the rows enter another 64 tokens
     assert [step(decode_spans(rows)) for _ in range(5)] == [new, known, known, longer, known]
     for seq in rows:
         engine.release(seq)

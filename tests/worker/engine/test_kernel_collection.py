@@ -50,7 +50,7 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 32,
     "moe_intermediate_size": 32,
     "n_routed_experts": 4,
-    "first_k_dense_replace": 2,  # a CPU has no experts in bfloat16
+    "first_k_dense_replace": 2,  # dense layers: a CPU has no experts in bfloat16
 }
 
 
@@ -105,7 +105,7 @@ def test_each_pass_is_built_once_and_stays_compiled(
         compile_kernels(engine, kinds_of_passes(engine), lambda: None)
         built = model.calls - before
         compile_kernels(engine, kinds_of_passes(engine), lambda: None)
-        assert model.calls == before + built  # passes of all kinds, and none of them anew
+        assert model.calls == before + built  # passes of all kinds were built, and none twice
         assert engine.blocks.available == free and not engine.inspect().rows
         kinds = list(kinds_of_passes(engine))
     assert built == len(layout.ragged.passes) == len(kinds)

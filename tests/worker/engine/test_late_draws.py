@@ -27,7 +27,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "logprobs": True},
     {"temperature": 0.7, "repeat_penalty": 1.6, "repeat_last_n": 4},
-    # Two tokens take turns, if the penalties count the newest token.
+    # Two tokens alternate if the penalties count the newest token.
     {
         "temperature": 0.0,
         "logit_bias": {"5": 20.0, "6": 19.0},

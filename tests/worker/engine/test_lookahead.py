@@ -95,7 +95,8 @@ def test_ends_cancels_and_preemptions_beside_passes_in_flight_change_no_token(
         ahead += engine.in_flight
         for seq in list(steps.live):
             assert len(seq.ids) <= seq.max_tokens
-            if len(seq.ids) in (seq.max_tokens, stops.get(seq)):  # as at an end of sequence
+            # Leaves as at an end-of-sequence token.
+            if len(seq.ids) in (seq.max_tokens, stops.get(seq)):
                 steps.leave(seq)
             elif (chance := draw.random()) < 0.03:
                 steps.preempt(seq)

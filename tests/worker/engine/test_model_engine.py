@@ -120,7 +120,8 @@ def test_model_engine_is_an_engine(
 def test_batch_bounds_the_tokens_of_a_pass(loaded: LoadedModel, text: ChatTokenizer) -> None:
     engine = model_engine(loaded, text, layout="slabs", batch=64)
     assert engine.limits.lines == 64
-    assert model_engine(loaded, text, layout="slabs", batch=4096).limits.lines == 512  # the context
+    # The second bound is the context, 512 tokens.
+    assert model_engine(loaded, text, layout="slabs", batch=4096).limits.lines == 512
     plain = model_engine(loaded, text, layout="slabs")
     prompt = prompt_of(300)
     assert ids_of(engine, sequence(prompt), 5) == ids_of(plain, sequence(prompt), 5)
@@ -302,7 +303,7 @@ def test_memory_counts_all_that_is_allocated_for_rows_and_prefixes(
     first, second = sequence(prompt_of(300)), sequence(prompt_of(300))
     enter(engine, first)
     engine.release(first)
-    enter(engine, second)  # in a pool it shares blocks with the prefix
+    enter(engine, second)  # in a pool the row shares blocks with the prefix
     used, kept = engine.memory(), engine.inspect().layout
     assert used.kv_free > 0 and used.prefix > 0
     if isinstance(kept, SlabLayout):
@@ -449,7 +450,8 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
 
     monkeypatch.setattr(devices, "make_layout", new_layout)
     monkeypatch.setattr(warm_up, "chunk_seconds", lambda engine, size: seconds)
-    monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)  # of this process's other tests
+    # Leaves out the memory of other tests in this process.
+    monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)
     monkeypatch.setattr(StepTarget, "of_device", lambda **_: StepTarget(0.008, 0.040))
     loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=4096)))
     engine = model_engine(loaded, layout="pool", batch=2048, max_sequences=4, limit=2**28)
@@ -659,7 +661,7 @@ def test_the_prefix_of_a_running_row_is_evicted_last(
 def test_the_prefix_cache_gets_blocks_when_there_are_few(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
-    engine = model_engine(loaded, text, blocks=4)  # fewer than those of a slab
+    engine = model_engine(loaded, text, blocks=4)  # fewer blocks than a slab has
     first, beside = sequence(prompt_of(300)), sequence(prompt_of(10))
     enter(engine, beside)
     ids_of(engine, first, 3)
@@ -686,7 +688,8 @@ def test_warm_up_leaves_nothing_behind(
         moves: list[int] = []
         allocated.append(0)
         engine.warm_up(lambda moves=moves: moves.append(1))  # type: ignore[misc]
-        # chunks; a step with every option, and one, two and eight rows, each twice
+        # One move for chunks, and two moves for each of four steps: a step with every option, and
+        # steps of one, two and eight rows.
         assert len(moves) == 1 + 2 * (1 + 3)
         assert allocated[-1] <= 4
         assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
@@ -821,6 +824,6 @@ def test_blocks_that_streams_share_count_once(loaded: LoadedModel, text: ChatTok
     assert len(held) == 16 + 1  # the block after the shared block is each stream's own
     assert (
         100 - engine.blocks.available == len(held) + 1
-    )  # the tree has the end of the first stream
+    )  # the tree has a block with the end of the first stream
     for row in rows:
         engine.release(row)

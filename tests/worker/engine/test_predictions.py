@@ -178,7 +178,7 @@ def test_a_row_that_goes_back_forgets_what_was_behind(models: dict[str, LoadedMo
     enter(engine, seq)
     decode(engine, [seq], 20)
     assert head.drafts({seq: 2})[seq] == wanted(loaded, seq, 2)
-    assert not head.ready(seq) and head.drafts({seq: 2}) == {}  # nothing has come since
+    assert not head.ready(seq) and head.drafts({seq: 2}) == {}  # no token has come since
     for kept in (100, 60):
         assert engine.rewind(seq, kept)
         del seq.ids[max(0, kept + 1 - 90) :]

@@ -210,7 +210,8 @@ def test_logits_are_made_of_few_lines_at_a_time(
     steps, seq = Reports(engines()), sequence(prompt_of(300))
     steps.admit(seq)
     check(steps.run(seq), seq.prompt, expected)
-    assert max(sizes) == 13 and sum(sizes) == 299 + 1  # and the line of the first token
+    # 299 reported tokens, and the line that draws the first token.
+    assert max(sizes) == 13 and sum(sizes) == 299 + 1
     assert prompt_logprobs.logit_bytes(4096, 2048) == 3 * 4 * 4096 * 13
 
 

@@ -181,7 +181,7 @@ def test_a_chain_whose_evaluation_failed_is_told_again(
     enter(engine, seq)
     decode(engine, [seq], 1)
     head.notice.tell = lambda: reports.append("told")
-    with monkeypatch.context() as patch:  # a string has no `tolist`
+    with monkeypatch.context() as patch:  # the head fails: a string has no `tolist`
         patch.setattr(CompiledPasses, "__call__", lambda *given: str(call(*given)))
         assert head.drafts({seq: 2}) == {}
     decode(engine, [seq], 1)  # the states of the head were dropped
@@ -350,7 +350,7 @@ def test_the_host_drafts_as_mlx_does_for_the_demo() -> None:
         same += [compiled[seq] == alone[seq] for seq in rows]
         decode(engine, rows, 1)
     assert (4, 3) in head.chain and (1, 3) not in head.chain
-    assert sum(same) > 0.9 * len(same)  # sums of another order may change the likeliest of two
+    assert sum(same) > 0.9 * len(same)  # another order of sums may swap two near-ties
 
 
 def test_a_head_whose_weights_are_others_is_left_to_mlx(loaded: LoadedModel) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=Impo
 
 from support.worker_checkpoints import write_checkpoint
 
-# Prints the memory that the load of a part takes at most, in KiB: of `sys.argv[2]` ranks.
+# Prints the peak memory of loading one rank's part, in KiB; `sys.argv[2]` is the number of ranks.
 PEAK = """
 import sys
 from functools import partial

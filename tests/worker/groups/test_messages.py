@@ -66,7 +66,7 @@ def pipe() -> Iterator[tuple[int, int]]:
         try:
             os.close(descriptor)
         except OSError:
-            pass  # the test has closed it
+            pass  # the test has closed the descriptor
 
 
 def test_messages_arrive_whole_and_in_order(pipe: tuple[int, int]) -> None:
@@ -75,7 +75,7 @@ def test_messages_arrive_whole_and_in_order(pipe: tuple[int, int]) -> None:
     for message in MESSAGES:
         orders.send(message)
     assert [inbox.take() for _ in MESSAGES] == MESSAGES
-    assert orders.passes == 2  # a pass, and one more of it
+    assert orders.passes == 2  # one `Pass` and one `Again`
     os.close(writer)
     assert inbox.take() is None
     inbox.close()

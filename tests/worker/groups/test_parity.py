@@ -115,7 +115,7 @@ def engines(
     kv = "int8" if "int8" in request.param else "auto"
     context = 512 if "several blocks" in request.param else 128
     with pair.engine(folder, lookahead=ahead, kv=kv, context=context) as group:
-        if ahead:  # as on a GPU: a pass begins before rank 0 has read the tokens of the last
+        if ahead:  # as on a GPU: a pass begins before rank 0 has read the previous pass's tokens
             group.warm_up()
         whole = single(folder, kv=kv, context=context)
         yield group, whole
@@ -210,7 +210,8 @@ def test_a_prompt_is_found_in_the_prefix_cache(engines: tuple[ModelEngine, Model
         decode(engine, [first], 5)
         engine.release(first)
         enter(engine, again)
-        assert again.cached == 44 or engine is not engines[0]  # others may keep windows alone
+        # The other engine may keep only windows.
+        assert again.cached == 44 or engine is not engines[0]
         decode(engine, [again], 8)
         engine.release(again)
         drain(engine)

@@ -29,7 +29,7 @@ from support.peer_ranks import FakePeerMemory  # noqa: E402
 
 LIMITS = Limits(2**12, 2**14)
 SHAPE = BufferShape.of(2, LIMITS, lines=False)
-IDENTITY = bytes(IDENTITY_BYTES - 1) + b"2"  # of the GPU of rank 1
+IDENTITY = bytes(IDENTITY_BYTES - 1) + b"2"  # the identity of rank 1's GPU
 
 
 def shape_of(lines: bool) -> BufferShape:
@@ -54,8 +54,8 @@ class Others:
         """
         self._handle, self.answers, self._identity = handle, [1, *answers], identity
         self.told: list[bytes | int] = []
-        self.memory: FakePeerMemory | None = None  # of rank 0
-        self.held: list[tuple[int, int]] = []  # buffers that it had and mapped at each question
+        self.memory: FakePeerMemory | None = None  # the memory of rank 0
+        self.held: list[tuple[int, int]] = []  # rank 0's allocated and mapped buffers, by question
 
     def gathered(self, own: bytes) -> list[bytes]:
         """Returns the bytes of both ranks: `own` and rank 1's identity or handle."""
@@ -222,7 +222,7 @@ class Driver:
 
     def __init__(self, fails: str = "") -> None:
         self.fails, self.calls, self.named = fails, list[str](), list[str]()
-        self.status = 0  # of the link between two GPUs: it is there
+        self.status = 0  # status of the link between two GPUs; 0: it exists
 
     def __getattr__(self, name: str) -> Any:
         if name == "cuMissing":

@@ -202,7 +202,7 @@ def test_a_peer_that_never_comes_is_lost_and_nothing_hangs(lines: int, *, by_lin
     group = SimulatedRanks(2, FEW, bound=0.01, lines=by_lines)
     given = parts(2, (lines, 64), mx.bfloat16, 8)
     with simt.together(2) as gpus, gpus.on(0):
-        for _ in range(3):  # the later ones do not wait
+        for _ in range(3):  # only the first sum waits for the peer
             group.sums[0].sum(given[0])
     assert [sums.lost for sums in group.sums] == [1, None]
     with simt.together(2) as gpus, gpus.on(1):

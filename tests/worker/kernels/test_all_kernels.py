@@ -68,7 +68,7 @@ MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
     "llama, 4 bits": (
         SIZES,
         True,
-        # Products of so many dequantised lines do not compute the gate.
+        # Products of this many lines with dequantised weights do not compute the gate.
         RAGGED
         | {"matmul_4bit", "matmul_small", "matmul_tiled", "swiglu"}
         | {"dequantise", "dequantise_rows"},
@@ -194,14 +194,14 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
     plain = drawn(alone, set(), fused=False)
     loaded = load(folder, dtype=mx.bfloat16)
     with simt.token_grid_machine() as called:
-        if "tiles" in name:  # which are made at load, on a GPU
+        if "tiles" in name:  # tiles are made at load, on a GPU
             monkeypatch.setattr(builder, "on_gpu", lambda: True)
             loaded = load(folder, dtype=mx.bfloat16)
         monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
         engine = model_engine(loaded, layout="pool", lookahead=False, blocks=30, kv=kv)
         assert engine.layout == f"pool, own kernels{suffix}"
         ours = drawn(engine, called, fused="ragged_latents" not in expected)
-    assert called == (set() if ON_GPU else expected)  # a GPU does not report it
+    assert called == (set() if ON_GPU else expected)  # a GPU does not report the kernels
     assert_near(ours, plain)
 
 
@@ -297,7 +297,7 @@ def test_ragged_passes_check_drafts_give_hidden_states_and_draw_late(
         for seq in (checking, beside):
             enter(engine, seq)
         engine.submit([Span.check(checking, (*right[:2], right[2] ^ 1)), *decode_spans([beside])])
-        engine.submit(decode_spans([beside]))  # takes the token in flight
+        engine.submit(decode_spans([beside]))  # the input is the token in flight
         take(engine)
         assert (checking.ids, checking.submitted, engine.inspect().rows[checking].offset) == (
             right[:3],
@@ -315,7 +315,7 @@ def test_ragged_passes_check_drafts_give_hidden_states_and_draw_late(
         engine.draw(RowMasks(table, 1, {checking: 0}))
         take(engine)
         assert checking.ids[3] != right[3] and 0 <= checking.ids[3] < 288
-        del checking.ids[3]  # as if it had not been drawn
+        del checking.ids[3]  # as if the token had not been drawn
         embedded = Sequence(b"", 1, text, Options(), 1, 1)
         engine.admit(embedded)
         engine.submit([Span(embedded, 0, len(text), 0, hidden=True), *decode_spans([beside])])

@@ -54,7 +54,7 @@ def test_exp_has_a_bounded_relative_error() -> None:
     assert relative[x >= MIN_ARGUMENT].max() < 2e-4
     assert (got[x < MIN_ARGUMENT] > 0).all() and (
         got[x < MIN_ARGUMENT] < 1e-30
-    ).all()  # MLX's own gives 0
+    ).all()  # MLX's own function gives 0
     assert got[x == 0].tolist() == [1.0] * int((x == 0).sum())
 
 

@@ -196,7 +196,7 @@ def test_the_hash_equals_std_hash_of_libstdcxx(tmp_path: Path) -> None:
 def test_machine_code_is_stored_once(store: Callable[[Compiled], None], tmp_path: Path) -> None:
     compiler = Compiled()
     store(compiler)
-    store(compiler)  # another process
+    store(compiler)  # as another process does
     assert compiler.asked == [CODE]
     given = kernel_cache.kernel_code(kernel_cache.shortened(TEXT), KINDS, OUTPUTS)
     name = f"custom_kernel_mlxpool_add_{kernel_cache.string_hash(given.encode()):x}"
@@ -322,7 +322,7 @@ def test_collected_kernels_are_compiled_together(
     """
     moves: list[int] = []
     given = inputs()
-    for _ in range(2):  # the second time it is on disk
+    for _ in range(2):  # the second time the kernel is on disk
         with kernel_cache.collecting() as jobs:
             for _ in range(3):
                 call = kernel_cache.with_disk_cache(TEXT, lambda _: lambda **given: given)
@@ -418,7 +418,7 @@ def test_what_another_process_compiles_is_awaited_and_not_compiled_again(
 
         def moved() -> None:
             moves.append(1)
-            if len(moves) == 2:  # both were looked at
+            if len(moves) == 2:  # both kernels were looked at
                 kernel_cache.write_entry(path, b"theirs", "kernel", "_Zmangled")
                 theirs.close()
 

@@ -184,7 +184,7 @@ def test_the_matmul_kernels_equal_float64(columns: int, rows: int, dtype: str) -
             continue
         x = mx.random.normal((lines, columns)).astype(kind)
         expected = numbers(x) @ numbers(weight).T
-        for _ in range(2):  # counters are reset
+        for _ in range(2):  # the second call tests that counters are reset
             assert np.abs(numbers(matmul_small.kernel_matmul(x, weight)) - expected).max() < 0.03
         assert np.allclose(
             numbers(matmul_small.gated_matmul(x, weight)), gated(expected), 0.02, 0.03
@@ -265,7 +265,7 @@ def test_the_4_bit_matmul_kernel_equals_float64(
             check_fused(multiply, x, opened)
 
 
-PRODUCTS_WITH_BIAS: dict[str, tuple[int, ...]] = {  # numbers of lines
+PRODUCTS_WITH_BIAS: dict[str, tuple[int, ...]] = {  # weights -> numbers of lines
     "16 bits": (3, 12, 30),
     "4 bits": (3, 9),
     "4 bits in tiles": (3, 30),
@@ -330,7 +330,7 @@ def test_products_with_4_bit_weights_in_tiles_equal_float64(
         x = mx.random.normal((lines, columns)).astype(kind)
         expected = numbers(x) @ opened.T
         multiply = partial(matmul_4bit_tiles.kernel_matmul, x, tiles, group)
-        for _ in range(2):  # counters are reset
+        for _ in range(2):  # the second call tests that counters are reset
             assert np.abs(numbers(multiply()) - expected).max() < 0.03
         gates = matmul_4bit_tiles.supports(lines, rows, gated=True)
         assert gates == (rows % 128 == 0)
@@ -411,7 +411,7 @@ def test_rows_of_a_weight_in_tiles_are_divided_among_blocks() -> None:
     assert [integers(lines, 224, 64) for lines in (1, 2, 3)] == [(1, 14), (2, 14), None]
     assert [integers(lines, 832, 32) for lines in (1, 2)] == [None, None]  # too many columns
     parts = matmul_4bit_tiles.parts_of
-    two, alone = (2, 1), (2, 2)  # thread blocks on a multiprocessor
+    two, alone = (2, 1), (2, 2)  # two thread blocks on a multiprocessor, or one
     divisions = [parts(lines, 28672, 64, gated=True) for lines in (64, 96, 128, 1024)]
     assert [division.kind for division in divisions] == [
         (8, *two),
@@ -426,7 +426,8 @@ def test_rows_of_a_weight_in_tiles_are_divided_among_blocks() -> None:
         zip(kinds, (2, 2, 1, 1), strict=True)
     )
     assert parts(32, 4096, 223, gated=False).kind == (4, *two)  # an odd number of steps
-    assert parts(800, 28672, 64, gated=True).kind == (16, 4, 1)  # fewer lines than of 256 at a time
+    # Blocks of 128 lines pad 800 lines less than blocks of 256 lines.
+    assert parts(800, 28672, 64, gated=True).kind == (16, 4, 1)
     splits = matmul_4bit_tiles.splits_of
     assert [splits(blocks, 64) for blocks in (1, 16, 48, 224)] == [8, 8, 2, 1]
     assert splits(16, 3) == 3
@@ -512,7 +513,7 @@ def test_the_sampling_kernel_samples_the_same_tokens(
     wide = np.zeros((len(allowed), -(-size // 32) * 32), dtype=bool)
     wide[:, :size] = allowed
     words = np.packbits(wide, axis=1, bitorder="little").view(np.int32)
-    lines = np.arange(len(rows), dtype=np.int32) // 2  # of every second row
+    lines = np.arange(len(rows), dtype=np.int32) // 2  # masks of every second row
     lines[1::4] = [only(row % size) for row in range(len(rows) // 4)]
     lines[3::4] = ANY
     both = mx.array(np.concatenate([lines, words.reshape(-1)]))

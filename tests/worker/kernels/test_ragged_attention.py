@@ -80,7 +80,7 @@ class Batch:
             shared: list[int] = []
             if (
                 row % 2 and spans[row][1] == spans[row - 1][1] == 0
-            ):  # the row before, as far as full
+            ):  # shares the full blocks of the row before
                 whole = min(spans[row][2] - spans[row][0], spans[row - 1][2] - spans[row - 1][0])
                 shared = tables[-1][: max(whole, 0) // BLOCK]
             tables.append([*shared, *(int(free.pop()) for _ in range(count - len(shared)))])
@@ -164,7 +164,7 @@ def check(batch: Batch) -> Any:
         batch.q, batch.pools, plan, scores, heads.window, chunks=heads.chunks
     )
     mx.eval(output)
-    assert not mx.any(plan.arrived).item()  # reset for the next layer
+    assert not mx.any(plan.arrived).item()  # the counters are reset for the next layer
     errors = np.abs(numbers(output) - batch.expected(scores)).max((1, 2))
     assert errors.max() < 0.03, (int(errors.argmax()), errors)
     return output
@@ -228,7 +228,7 @@ def test_ragged_attention_equals_float64(heads: Heads) -> None:
         spans = [*spans_of(salt, 20 if ON_GPU else 4, 3000 if ON_GPU else 500), (1, 0, 256)]
         mx.random.seed(salt)
         output = check(Batch(heads, spans, padding=3 + 70 * seed))
-        assert not mx.any(output[-3 - 70 * seed :]).item()  # padding
+        assert not mx.any(output[-3 - 70 * seed :]).item()  # the output of padding is 0
 
 
 @runs
@@ -389,7 +389,7 @@ def test_lines_are_rotated_and_written(rope: str, contiguous: bool) -> None:
     qkv[3] = NONE
     if contiguous:
         q, k, v = (mx.contiguous(part) for part in mx.split(qkv, [6, 8], axis=1))
-    else:  # views whose numbers are apart
+    else:  # views whose numbers are not contiguous
         qkv = mx.contiguous(qkv.swapaxes(1, 2)).swapaxes(1, 2)
         q, k, v = mx.split(qkv, [6, 8], axis=1)
     before = [mx.array(rng.normal(size=(3, 2, BLOCK, 64))).astype(kind) for _ in "kv"]
@@ -422,7 +422,7 @@ def test_lines_are_rotated_and_stored_as_integers(rope: str) -> None:
     rng = np.random.default_rng(len(rope))
     qkv = mx.array(rng.normal(size=(5, 10, 64)).astype(np.float32)).astype(kind)
     qkv[3] = NONE
-    qkv[4, 6:, 5] = NONE  # one number of a head that is stored
+    qkv[4, 6:, 5] = NONE  # one number of a stored head
     qkv[0, 8] = 0
     q, k, v = mx.split(qkv, [6, 8], axis=1)
     before = [
@@ -452,7 +452,7 @@ def test_lines_are_rotated_and_stored_as_integers(rope: str) -> None:
             assert mx.isnan(pool[0, :, 6]).all().item()
         apart = mx.abs(pool.astype(mx.int32) - expected.astype(mx.int32))
         if not is_scale:
-            apart[0, :, 6] = 0  # beside a NaN
+            apart[0, :, 6] = 0  # integers whose scale is NaN
             assert mx.max(apart).item() <= is_key  # the last digit of a rotation may differ
 
 
@@ -483,4 +483,4 @@ def test_shapes_that_ragged_attention_supports() -> None:
         for hopper in (False, *([True] if size in ragged_attention.HOPPER_SIZES else [])):
             shared = work_list.shared_bytes(tiles, size, hopper)
             less = work_list.shared_bytes(tiles, size, hopper, quantised=True)
-            assert less <= shared <= 110_000  # two thread blocks of a multiprocessor of Hopper
+            assert less <= shared <= 110_000  # two thread blocks fit on a Hopper multiprocessor

@@ -106,7 +106,7 @@ def check(batch: Batch) -> Any:
     plan, scale = batch.plan(), batch.kind.line**-0.5
     output = ragged_latents.attend(batch.q, batch.pool, plan, scale, batch.kind.rank)
     mx.eval(output)
-    assert not mx.any(plan.arrived).item()  # reset for the next layer
+    assert not mx.any(plan.arrived).item()  # the counters are reset for the next layer
     errors = np.abs(numbers(output) - batch.expected(scale)).max((1, 2))
     assert errors.max() < 0.03, (int(errors.argmax()), errors)
     return output
@@ -179,8 +179,8 @@ def test_chunks_are_the_same_with_other_instructions(
 def test_tiles_of_many_rows_fit_where_a_panel_is_no_value() -> None:
     assert ragged_latents.value_numbers(576, 512) == ragged_latents.VALUE_NUMBERS
     assert ragged_latents.value_numbers(192, 128) == 64
-    assert ragged_latents.value_numbers(512, 512) == 0  # all of the latent is value
-    assert ragged_latents.value_numbers(640, 512) == 0  # too long
+    assert ragged_latents.value_numbers(512, 512) == 0  # the whole latent is the value
+    assert ragged_latents.value_numbers(640, 512) == 0  # the latent is too long
 
 
 def test_tiles_fit_the_shared_memory_of_a_thread_block() -> None:

@@ -240,7 +240,7 @@ def test_a_list_for_one_pass_has_the_lines_of_another(longest: int) -> None:
     shape = TileShape(4, 2)
     ends = np.array([7, longest, longest, 1, longest - 3], dtype=np.int32)
     spans = single_lines(ends)
-    spans.tables[2] = spans.tables[1]  # a line that follows another in its row
+    spans.tables[2] = spans.tables[1]  # line 2 follows line 1 in the same row
     single, other = WorkLists(shape).items_once(spans, 150), work_items(spans, shape, 150)
     assert single.shape == other.shape
     for column in (LINES, TABLE, LOW, HIGH):

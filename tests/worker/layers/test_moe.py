@@ -39,7 +39,7 @@ MIXTURES: dict[str, Mixture] = {
 
 
 FOUR, EIGHT = QuantLayout("affine", 4, 64), QuantLayout("affine", 8, 32)
-# The layouts of projections, and of the router.
+# name -> the mixture; the layouts of its projections and of its router
 QUANTISED: dict[str, tuple[Mixture, QuantLayout, QuantLayout | None]] = {
     "GLM, 4 bits": (MIXTURES["GLM"], FOUR, None),
     "qwen3_moe, 8 bits": (MIXTURES["qwen3_moe"], EIGHT, EIGHT),
@@ -77,7 +77,7 @@ def check(ours: Any, plain: Any, called: set[str], kernels: set[str], counts: An
         assert actual.dtype == mx.bfloat16
         expected = plain(x.astype(mx.float32))
         wrong = mx.abs(actual.astype(mx.float32) - expected).max(axis=1) / mx.abs(expected).max()
-        assert (wrong < 0.02).mean().item() > 0.98  # near-ties of experts may be chosen otherwise
+        assert (wrong < 0.02).mean().item() > 0.98  # near-ties may choose other experts
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -93,7 +93,8 @@ def test_the_kernels_of_quantised_experts_equal_mlx_in_float32(
     name: str, simulated_kernels: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, layout, router = QUANTISED[name]
-    monkeypatch.setattr(builder, "on_gpu", lambda: True)  # it concatenates gate and up
+    # As on a GPU, gate and up are concatenated.
+    monkeypatch.setattr(builder, "on_gpu", lambda: True)
     stored, layouts, dense = {}, {}, weights_of(spec)
     for tensor_name, array in list(dense.items()):
         module, _, kind = tensor_name.rpartition(".")
@@ -176,7 +177,7 @@ def test_other_weights_keep_mlx_operations(simulated_kernels: set[str]) -> None:
     simulated_kernels.clear()
     weights = weights_of(MIXTURES["GLM"])
     invariant = built(MIXTURES["GLM"], weights, mx.bfloat16, batch_invariant=True)
-    invariant(mx.zeros((2, HIDDEN), mx.bfloat16))  # not evaluated: a CPU could not
+    invariant(mx.zeros((2, HIDDEN), mx.bfloat16))  # not evaluated, because a CPU could not
     built(MIXTURES["GLM"], weights, mx.float32)(mx.zeros((2, HIDDEN)))
     assert not simulated_kernels & {"expert_routing", "expert_product"}
     assert not expert_products.supports(HIDDEN, WIDTH + 8, mx.bfloat16)

@@ -29,7 +29,7 @@ def test_kernel_and_tables_rotate_alike(kind: str, traditional: bool) -> None:
     x = mx.array(np.random.default_rng(3).standard_normal((5, 3, 12), dtype=np.float32))
     rotation = RotaryEmbedding(mx.array([0, 7, 1, 300, 2000]))
     kernel, table = rotation.by_kernel(x, turn), rotation.by_table(x, turn)
-    assert np.abs(np.array(kernel) - np.array(table)).max() < 2e-3  # of angles up to 2,000
+    assert np.abs(np.array(kernel) - np.array(table)).max() < 2e-3  # for angles up to 2,000
     assert (np.array(kernel)[..., 8:] == np.array(x)[..., 8:]).all()
 
 

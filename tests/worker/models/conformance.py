@@ -55,10 +55,10 @@ class Case:
 
     config: Mapping[str, Any]
     stored: Callable[[dict[str, np.ndarray]], Weights] = lambda weights: weights
-    # Changes to the config for mlx-lm, where its file for a model lacks something. Tensors that
-    # only the changed config has are zeros, so that their layers change nothing.
+    # Changes to the config for mlx-lm, if mlx-lm's file for the model lacks a feature. Tensors
+    # that only the changed config has are zeros, so that their layers change nothing.
     peer: Mapping[str, Any] = field(default_factory=dict)
-    only_alone: bool = False  # of WAYS, for what single layers decide
+    only_alone: bool = False  # True: only "alone" of WAYS, for properties of single layers
 
     def is_tested(self, way: str) -> bool:
         """Returns whether the case is tested in this way of computing."""
@@ -268,7 +268,7 @@ WAYS: Mapping[str, Callable[[Checked], None]] = {
 }
 
 
-# Quantised weights concern single layers, which know no sequences.
+# Quantised weights affect only single layers, which do not depend on sequences.
 WAYS_QUANTISED = ("alone", "in chunks of 7", "in a ragged batch")
 
 

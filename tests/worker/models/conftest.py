@@ -30,7 +30,7 @@ def text(folder: Path) -> ChatTokenizer:
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> Any:
-    from mlxpool.worker.weights.load import load  # it imports MLX, which a machine may lack
+    from mlxpool.worker.weights.load import load  # `load` imports MLX, which a machine may lack
 
     return load(inspect(folder))
 

@@ -17,7 +17,7 @@ class Case:
     """A model that reads images, and its comparison with stored results of transformers."""
 
     name: str  # the name of the file with the stored results
-    write: Callable[..., Path]  # makes its folder
+    write: Callable[..., Path]  # writes the model's folder
     slot: int  # transformers' token id for an input of an image
     feature_tolerance: float  # absolute; the features are about 1
     features: Callable[[np.ndarray], np.ndarray]  # selects the stored features of an encoded image
@@ -32,7 +32,7 @@ class Case:
         return np.load(seeing.EXPECTED / f"{self.name}_images.npz")
 
 
-# Its images attend in both directions, and some layers have windows: it has no slabs.
+# Gemma 3 has no slabs: its images attend in both directions, and some layers have windows.
 GEMMA3 = Case(
     "gemma3",
     seeing.write_gemma,
@@ -41,7 +41,7 @@ GEMMA3 = Case(
     lambda found: found[0],
     layouts=("rows", "pool"),
 )
-# Two layers of its encoder go to the text part, too; they follow the features that are stored.
+# Features of two encoder layers also go to the text part; they come after the stored features.
 QWEN3_VL = Case("qwen3_vl", seeing.write_qwen, seeing.FIRST_ID + 1, 2e-5, lambda found: found[0])
 MLLAMA = Case(
     "mllama", seeing.write_mllama, seeing.FIRST_ID, 2e-5, lambda found: found, crossed=True

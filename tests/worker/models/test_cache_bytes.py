@@ -27,7 +27,7 @@ from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 CHUNK, CHUNKS = 256, 4
 FLOAT = 4  # bytes
 PAIR = 2 * (64 + 64)  # numbers of a token in a layer with keys and values: two heads of 64
-STATE = 3 * (2 * 2 * 64 + 4 * 64) + 4 * 64 * 64  # numbers of a recurrent one: inputs, memory
+STATE = 3 * (2 * 2 * 64 + 4 * 64) + 4 * 64 * 64  # numbers of a recurrent layer: inputs, memory
 BASE = {"max_position_embeddings": 4096, "head_dim": 64}  # arrays of many pages
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {
@@ -47,8 +47,9 @@ DELTA = {
     "linear_conv_kernel_dim": 4,
     "shared_expert_intermediate_size": 24,
 }
-# config.json; the numbers that each token takes; those that a sequence takes besides. Of two layers
-# unless told. A window holds a chunk, too; a state, two before it.
+# model -> changes to config.json; cached numbers of each token; further numbers of each sequence.
+# A model has two layers unless config.json has another number. A window also holds a chunk, and a
+# state has the two earlier states with it.
 CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "llama": ({}, 2 * PAIR, 0),
     "mistral": ({"sliding_window": 250}, 0, 2 * (250 + CHUNK) * PAIR),

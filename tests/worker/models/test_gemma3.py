@@ -56,7 +56,7 @@ OLDER = {
     "sliding_window_pattern": 3,
 }
 ALL_FULL = {"sliding_window_pattern": 1, "num_hidden_layers": 2}
-# As released: what is as usual is left out.
+# As in released files, which leave out values equal to the defaults.
 TEXT = {
     "hidden_size": 32,
     "intermediate_size": 48,

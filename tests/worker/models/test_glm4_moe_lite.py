@@ -31,7 +31,7 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }
-WHOLE = {  # sizes that are whole groups of every mode
+WHOLE = {  # multiples of the group size of every mode
     "hidden_size": 64,
     "intermediate_size": 128,
     "moe_intermediate_size": 64,

@@ -46,7 +46,7 @@ SIZES: dict[str, Any] = {
     "attention_bias": True,
 }
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-WHOLE = {"hidden_size": 64, "head_dim": 16}  # sizes that are whole groups of every mode
+WHOLE = {"hidden_size": 64, "head_dim": 16}  # multiples of the group size of every mode
 IDS = [1, 2, 3, 4, 5]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 

@@ -65,7 +65,7 @@ CASES: dict[str, Case] = {
         {"num_hidden_layers": 3, "sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]}
     ),
     "mistral": Case({"model_type": "mistral", "num_hidden_layers": 3}),
-    # mlx-lm wants one full layer at least: it gets one more, which does nothing.
+    # mlx-lm needs at least one full layer, so it gets one more layer, which changes nothing.
     "mistral with a window": Case(MISTRAL, peer=ONE_MORE),
     "mistral with a window of one": Case(MISTRAL | {"sliding_window": 1}, peer=ONE_MORE),
     **quantised({"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}),

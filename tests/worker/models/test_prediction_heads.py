@@ -29,7 +29,7 @@ from mlxpool.worker.weights.load import load  # noqa: E402
 
 Weights = dict[str, np.ndarray]
 TOKENS = 19
-TOLERANCE = 2e-4  # of the largest number
+TOLERANCE = 2e-4  # relative to the largest number
 
 
 def head_of(path: Path) -> tuple[Prediction, RowShape | None]:

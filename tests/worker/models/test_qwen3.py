@@ -24,7 +24,7 @@ MOE: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-WHOLE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # groups of every mode
+WHOLE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # whole groups of all modes
 
 
 CASES: dict[str, Case] = {

@@ -73,7 +73,7 @@ CASES: dict[str, Case] = {
         TEXT | {"tie_word_embeddings": True, "attention_bias": True, "head_dim": None}
     ),
 }
-# One mode: the layers are Qwen3-Next's, which has all.
+# One mode is enough: the layers are those of Qwen3-Next, whose tests have all modes.
 FOUR_BITS = quantised(TEXT | WIDE, kept="conv1d")["quantised, affine"]
 CASES["dense, converted, quantised"] = Case(
     seeing("qwen3_5", FOUR_BITS.config),

@@ -21,8 +21,8 @@ from support.engine_steps import step  # noqa: E402
 from worker.models.seeing_cases import GEMMA3, MLLAMA, QWEN3_VL, Case  # noqa: E402
 from worker.models.seeing_runs import engine_of, run, sequence  # noqa: E402
 
-# Of each model its weights, the convolution that MLX stores in another order of axes, if it has
-# one, and other names of tensors.
+# For each model: its weights, its convolution (if any) that MLX stores in another order of axes,
+# and other names of tensors.
 RENAMED: dict[Case, tuple[Callable[[], Any], str, dict[str, str]]] = {
     GEMMA3: (
         seeing.gemma_weights,

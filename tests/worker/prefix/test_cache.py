@@ -176,7 +176,7 @@ def test_single_drops_a_row_above_the_budget() -> None:
 def test_single_cannot_rewind_a_recurrent_row() -> None:
     cache = single(stateful=True)
     serve(cache, A, (9,))
-    assert serve(cache, [*A, 9, 9]) == 8  # continues at its end
+    assert serve(cache, [*A, 9, 9]) == 8  # continues at the end of the row
     assert serve(cache, B) == 0  # starts from 0
 
 
@@ -386,7 +386,7 @@ def test_recurrent_next_turn_reuses_the_conversation() -> None:
     assert serve(cache, [*A, 20, 21, 22, 30, 31]) == len(A) + 2
     assert (
         sum(node.state is not None for node in cache.tree.walk()) == 1
-    )  # the older one was evicted
+    )  # the older state was evicted
 
 
 def test_a_requested_restore_point_is_not_merged() -> None:
@@ -440,7 +440,7 @@ def test_restore_points_are_reported_until_the_row_is_past_them(
     row.feed(range(2))
     cache.keep(row, [*range(9)])
     assert cache.next_restore_point(row) == 3
-    row.feed(range(2, 5))  # through the stop at 3, whose state is gone, to the one at 5
+    row.feed(range(2, 5))  # past restore point 3, whose state is gone, to restore point 5
     cache.keep(row, [*range(9)])
     assert (cache.next_restore_point(row), set(edges(cache))) == (6, {(*range(5),)})
     row.feed(range(5, 8))

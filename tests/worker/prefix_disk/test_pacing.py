@@ -77,7 +77,7 @@ def test_a_thread_rests_in_proportion_to_its_work(clock: Clock) -> None:
         pace.rest()
     assert clock.now == pytest.approx(5.0 + 40 * 0.001 * (1 + REST))
     asleep = len(clock.sleeps)
-    clock.now += 100.0  # it waited for the disk
+    clock.now += 100.0  # the thread waited for the disk
     pace.rest()
     assert len(clock.sleeps) == asleep
 
@@ -181,7 +181,7 @@ def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
     dirty = np.full(whole.size, 255, np.uint8)
     copied = Copied(dirty)
     assert payload_of(new, places, dirty, copied) is dirty and np.array_equal(dirty, whole)
-    # Bytes of the arrays, and of the padding between them.
+    # A copy has the bytes of the arrays, and of the padding between them.
     assert 0.9 * piece < max(copied.bytes) <= piece + 2 * ALIGNMENT and len(copied.bytes) > 20
     checked = list(pieces_of(whole.data, lambda: pace.piece))
     assert max(map(len, checked)) == piece
@@ -210,5 +210,5 @@ def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
         segment.close()
     assert payloads[0] == payloads[1] == whole.tobytes()
     assert max(sizes) == piece and len(sizes) > 20
-    # Other processes wait for the folder meanwhile, so the rests are bounded.
+    # Other processes wait for the folder meanwhile, so the pauses are bounded.
     assert 0.9 * MAX_APPEND_REST < rested < 1.001 * MAX_APPEND_REST

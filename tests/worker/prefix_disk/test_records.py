@@ -155,7 +155,7 @@ def test_a_segment_that_ends_anywhere_has_its_whole_records(tmp_path: Path) -> N
         survivors = readable(torn)
         assert survivors == sound[: len(survivors)]
         ends.append(len(survivors))
-        torn.write_bytes(data[:end].ljust(len(data), b"\0"))  # after a loss of power
+        torn.write_bytes(data[:end].ljust(len(data), b"\0"))  # zeros, as after a loss of power
         filled = readable(torn)
         assert filled[: len(survivors)] == survivors and all(record in sound for record in filled)
     assert ends == sorted(ends) and ends[-1] == len(sound) == 2
@@ -251,6 +251,6 @@ def test_keys_tell_scopes_and_places_apart() -> None:
     ids = list(range(600))
     keys = chain(root_key(""), ids)
     assert len(keys) == 2 and len({*keys, *chain(root_key("a"), ids)}) == 4
-    assert chain(root_key(""), [1, *ids[1:]])[1] != keys[1]  # after other inputs
+    assert chain(root_key(""), [1, *ids[1:]])[1] != keys[1]  # a key depends on earlier inputs
     assert chain(root_key(""), ids[:255]) == []
     assert unpacked(packed([0, 2**63, 2**64 - 1])) == (0, 2**63, 2**64 - 1)

@@ -78,7 +78,7 @@ def damage(tier: DiskTier, record: NewRecord, at: Callable[[Place], int]) -> Non
 def test_another_worker_finds_what_was_written(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS))
     assert found_end(tmp_path, [*IDS, 1, 2]) == len(IDS)
-    assert found_end(tmp_path, IDS) == len(IDS) - 1  # the last one is always computed
+    assert found_end(tmp_path, IDS) == len(IDS) - 1  # the last input is always computed
     assert found_end(tmp_path, [*IDS[:800], 1, 2]) == 800  # inside a record
     assert found_end(tmp_path, [*IDS[:700], *IDS]) == 700  # inside a whole block
     assert found_end(tmp_path, [1, *IDS]) == 0
@@ -190,7 +190,7 @@ def test_two_workers_see_what_the_other_writes_and_deletes(
         until(
             lambda: not len(tier.index.records) and not len(other.index.records), "nothing is there"
         )
-        write_all(tier, records_of(IDS))  # into a new segment, for its own was deleted
+        write_all(tier, records_of(IDS))  # into a new segment, because the tier's own was deleted
         until(lambda: len(other.index.records) == 4, "the records are found")
         assert tier.counters.bad == other.counters.bad == 0
 
@@ -206,7 +206,7 @@ def test_the_budget_holds_and_the_least_recently_used_goes(
         for number in range(40):
             write_all(tier, _large(number, size))
             assert sum(path.stat().st_size for path in segments(tmp_path)) <= budget
-            # The first one is used last, for longer than the resolution of a file's time.
+            # Marks the first segment as used last, by more than the resolution of a file's time.
             os.utime(segments(tmp_path)[0], (in_use, in_use))
         assert tier.counters.dropped == 0
         assert tier.counters.written_bytes > 40 * size
@@ -384,7 +384,7 @@ def test_a_reading_that_nobody_wants_ends(tmp_path: Path) -> None:
     stored(tmp_path, records_of(tuple(range(256 * 40))))
     with tier_at(tmp_path, records=40) as tier:
         reading = tier.reader.begin(wanted(range(256 * 40)))
-        tier.reader.room.limit = 1  # a record at a time
+        tier.reader.room.limit = 1  # reads one record at a time
         until(lambda: reading.take() is not None, "a record comes")
         reading.end()
         until(lambda: reading.finished, "it ends")
@@ -429,7 +429,7 @@ def test_a_lock_that_a_stopped_process_holds_costs_a_record(
             with pytest.raises(Locked), ModelFolder(tmp_path, "m", 1).locked():
                 pass
         assert tier.counters.dropped == 1
-        write_all(tier, records_of(IDS))  # without a pause: the disk itself works
+        write_all(tier, records_of(IDS))  # without a pause, because the disk itself works
         assert tier.counters.dropped == 1 and tier.counters.written_bytes > 0
 
 
@@ -443,7 +443,7 @@ def test_a_worker_writes_on_after_its_records_were_deleted(tmp_path: Path) -> No
         remove(tmp_path, "m")
     with tier_at(tmp_path) as tier:
         remove(tmp_path, "m")
-        write_all(tier, records_of(IDS))  # its first segment
+        write_all(tier, records_of(IDS))  # the tier's first segment
         assert tier.counters.dropped == 0 and len(segments(tmp_path)) == 1
 
 
@@ -607,7 +607,7 @@ def test_the_bound_of_what_waits_is_that_of_all_readings(tmp_path: Path) -> None
         assert first.put(record) and not room.has(record.arrays.nbytes)
         waiting = threading.Thread(target=second.put, args=(record,))
         waiting.start()
-        assert second.take() is None  # its record waits for room
+        assert second.take() is None  # the record waits for room
         first.end()
         waiting.join()
         assert second.take() is record and room.used == 0

@@ -167,7 +167,7 @@ def test_the_images_of_a_request_share_one_limit_of_time() -> None:
         for _ in range(3):
             with bounds.image():
                 left.append(signal.getitimer(signal.ITIMER_VIRTUAL)[0])
-                # The kernel counts this timer by its ticks, of which a busy machine misses some.
+                # The kernel counts this timer in clock ticks; a busy machine misses some of them.
                 while signal.getitimer(signal.ITIMER_VIRTUAL)[0] > left[-1] - 0.02:
                     pass
         assert IMAGE_SECONDS + 0.1 > left[0] > left[1] > left[2]

@@ -409,7 +409,7 @@ def test_the_memory_at_rest_is_told_and_room_is_made_before_a_text_is_ended(make
 
     def make_room(size: int) -> None:
         asked.append(size)
-        lanes.service._room.limit = 2**50  # as if so much had become free
+        lanes.service._room.limit = 2**50  # as if enough memory had become free
 
     memory = WorkerMemory(reserved.append, make_room, lambda: {"prefix": 2**50})
     lanes = make(memory_limit=1, worker_memory=memory)
@@ -459,7 +459,7 @@ def test_a_cancel_ends_what_waits_and_what_runs(make: Make) -> None:
     assert lanes.next() == ("waits", CANCELLED)
     lanes.service.cancel("runs")
     assert lanes.next() == ("runs", CANCELLED)
-    lanes.service.cancel("runs")  # it has its result
+    lanes.service.cancel("runs")  # the job has its result
     lanes.service.cancel("unknown")
     assert lanes.text() == "ok"
     until(lambda: load() == (0, 0, 0), "nothing counts")
@@ -520,7 +520,7 @@ def test_all_jobs_of_a_killed_server_are_done_by_the_next_one(
 @linux
 @pytest.mark.usefixtures("lanes_stay")
 def test_a_stopped_server_or_lane_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as impatient:  # the limit is that of servers started here
+    with monkeypatch.context() as impatient:  # servers that start here have this limit
         impatient.setattr("mlxpool.worker.preparation.lanes.REPLY_TIMEOUT", 2.0)
         lanes = make(split=SLOW_PATTERN)
         idle_lane(lanes)
@@ -573,10 +573,10 @@ def test_a_server_that_cannot_start_is_an_internal_error(
 @pytest.mark.usefixtures("lanes_stay")
 def test_closing_leaves_no_process_and_no_descriptor(make: Make) -> None:
     first = make()
-    assert first.text() == "ok"  # what Python opens once is open now
+    assert first.text() == "ok"  # files that Python opens once are open now
     earlier = servers()
     idle_lane(first)
-    gc.collect()  # what other tests left open
+    gc.collect()  # closes files that other tests left open
     before = psutil.Process().num_fds()
     second = make(split=SLOW_PATTERN)
     second.submit("hang", Encode(SLOW))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlxpool.worker.preparation.errors import MemoryParts, too_much_memory
 from mlxpool.worker.preparation.room import MIN_CHANGE, ROOM_SECONDS, Room, WorkerMemory
 
-LIMIT = 1600  # so that 100 more are asked for
+LIMIT = 1600  # so that a request for room asks for 100 more
 
 
 class Asked:

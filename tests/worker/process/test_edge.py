@@ -69,7 +69,7 @@ def test_who_drops_all_runs_and_sends_hello_with_the_newest_token(tmp_path: Path
         worker.epoch = 8
         worker.say(kinds.WELCOME, {"token": "third"})
         credit = worker.receive(kinds.CREDIT, kinds.DELTAS, kinds.HELLO)
-        while credit.kind == kinds.HELLO:  # is repeated after a second without a welcome
+        while credit.kind == kinds.HELLO:  # `hello` is repeated after a second without a welcome
             assert credit.body == hello.body
             credit = worker.receive(kinds.CREDIT, kinds.DELTAS, kinds.HELLO)
         assert (credit.kind, credit.header.epoch) == (kinds.CREDIT, 8)
@@ -108,7 +108,7 @@ def test_a_silent_broker_is_dialled_again(tmp_path: Path) -> None:
 def test_silence_counts_only_time_in_which_the_loop_turned() -> None:
     silence = Silence()
     assert not silence.turn(100.0)
-    assert not silence.turn(100.0 + 3600)  # stopped for an hour
+    assert not silence.turn(100.0 + 3600)  # the process was stopped for an hour
     assert silence.since_dialled == MAX_COUNTED_TURN
     silence.heard()
     turns = [silence.turn(3700.0 + second) for second in range(1, 8)]
@@ -163,7 +163,7 @@ def test_deltas_that_are_too_large_for_one_message_are_sent_in_several(tmp_path:
 def test_drain_yields_all_runs_once_after_their_deltas(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path, sequences=2, step_us=2000) as worker:
         worker.welcome(3)
-        for name in (1, 2, 3):  # the third waits inside
+        for name in (1, 2, 3):  # the third request waits inside the worker
             worker.work(name, max_tokens=100_000)
         worker.receive(kinds.DELTAS)
         worker.say(kinds.DRAIN)

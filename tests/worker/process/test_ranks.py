@@ -92,7 +92,7 @@ def test_ports_are_kept_until_the_ranks_listen_there() -> None:
             of_ring.bind((LOOPBACK, ports[0]))
             of_ring.listen(0)
             peer.connect((LOOPBACK, ports[0]))
-        with socket.socket() as of_nccl:  # which binds all addresses
+        with socket.socket() as of_nccl:  # NCCL's socket binds all addresses
             of_nccl.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             of_nccl.bind(("", ports[1]))
             of_nccl.listen(1)

@@ -96,7 +96,7 @@ def test_order_of_penalties() -> None:
 def test_pending_tokens_count() -> None:
     row = draw((0, 2), temperature=0.0, presence_penalty=6.0, repeat_last_n=2)
     logits = mx.array([[0.0, 5, 4]])
-    assert tokens(logits, [row], mx.array([1])) == [0]  # window: 2, 1
+    assert tokens(logits, [row], mx.array([1])) == [0]  # the window has tokens 2 and 1
     plain = draw(temperature=0.0)
     both = mx.concatenate([logits, logits])
     assert tokens(both, [plain, row], mx.array([1, 1])) == [1, 0]
@@ -105,7 +105,7 @@ def test_pending_tokens_count() -> None:
 def test_logit_bias() -> None:
     assert greedy([0, 5, 4], (), logit_bias={0: 10.0}) == 0
     assert greedy([0, 5, 4], (), logit_bias={1: -100.0, 99: 100.0}) == 2
-    # before the penalties: (1 + 3) / 2 < 2.5
+    # the bias is added before the penalties: (1 + 3) / 2 < 2.5
     assert greedy([1, 2.5], (0,), logit_bias={0: 3.0}, repeat_penalty=2.0) == 1
 
 
@@ -131,7 +131,7 @@ def test_ties_at_a_threshold_are_kept() -> None:
 
 
 def test_top_p_keeps_tokens_with_less_than_p_above_them() -> None:
-    # halves to the last bit, though the logits differ
+    # both probabilities are exactly one half, although the logits differ
     assert drawn_set([0.0, -1e-8, -1e9], top_k=2, top_p=0.5) == {0}
     assert drawn_set([0.0, -1e-8, -1e9], top_k=2, top_p=0.51) == {0, 1}
 

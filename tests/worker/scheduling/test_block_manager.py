@@ -36,7 +36,7 @@ class Memory:
 
     idle: int = 0
     begun_from: int = 0
-    restored: int = 0  # for waiting sequences, from the disk
+    restored: int = 0  # restored from the disk, for waiting sequences
     evicted: int = 0
 
     def blocks_in_use(self) -> int:
@@ -81,7 +81,8 @@ def test_blocks_that_rows_and_prefixes_share_count_once() -> None:
     for number, row in enumerate(rows):
         blocks.give(row, 5)
         memory.tables[row] = [0, 1, 10 + number]  # two of the prefix and one of its own
-    assert blocks.available == 100 - 3 - 16 - 16 * (5 - 3)  # what rows were given and have not got
+    # The last term: blocks that were given to rows, but are not allocated yet.
+    assert blocks.available == 100 - 3 - 16 - 16 * (5 - 3)
     for row in rows:
         memory.tables.pop(row)
         blocks.free(row)
@@ -120,14 +121,14 @@ def test_cached_prefixes_are_evicted_before_a_sequence_waits() -> None:
     assert (blocks.given(second), memory.idle, memory.begun_from) == (0, 0, 2)
     first.ids += [1] * 800
     assert not blocks.grow(first, alone=False)
-    assert blocks.grow(first, alone=True)  # what it began from is evicted, as nobody else runs
+    assert blocks.grow(first, alone=True)  # the row's prefix is evicted, as no other row runs
     assert (blocks.given(first), memory.begun_from) == (5, 0)
 
 
 def test_what_others_got_from_the_disk_is_evicted_before_a_row_lacks_blocks() -> None:
     memory = Memory(idle=1, restored=5)
     blocks, seq = BlockManager(memory, 6), sequence(300, max_tokens=900)
-    assert not blocks.find(2)  # one restored prefix does not make another go
+    assert not blocks.find(2)  # one restored prefix does not evict another
     assert blocks.admit(seq, alone=True)
     assert (blocks.given(seq), memory.evicted, blocks.available) == (3, 3, 0)
     memory.restored, memory.idle, memory.begun_from = 1, 0, 2

@@ -46,7 +46,7 @@ def test_the_figures_of_shift_discard(tokens: int, keep: int, discard: int) -> N
     ("num_keep", "prompt", "context", "kept"),
     [
         (4, 100, 2048, 4),
-        (4, 3, 2048, 4),  # also the first of the completion
+        (4, 3, 2048, 4),  # the fourth is the first token of the completion
         (0, 100, 2048, 0),
         (-1, 100, 2048, 100),
         (-1, 5000, 2048, 2047),
@@ -182,7 +182,7 @@ def test_penalties_count_the_stream_not_the_inputs() -> None:
         seq = shifted(8, 2, 5, 40, repeat_penalty=1.5, repeat_last_n=last)
         assert list(penalty_history(seq)) == list(counted)
     seq.options = Options(repeat_penalty=1.5, repeat_last_n=-1)
-    # The one in flight is counted as well.
+    # The token in flight is counted as well.
     assert penalty_history(seq, 1) == stream[-7:]
 
 
@@ -201,7 +201,7 @@ def test_no_pass_is_submitted_ahead_of_a_shift() -> None:
         step = schedule([seq], LIMITS, lambda load: 0.0, lambda one, tokens: tokens)
         return [(span.start, span.count) for span in step.spans]
 
-    assert spans() == []  # 8 inputs with the one in flight
+    assert spans() == []  # 8 inputs, with the token in flight
     seq.ids.append(7)
     seq.awaited = 0
     assert spans() == [(7, 1)]  # the context is full now, and the token that it draws is too many

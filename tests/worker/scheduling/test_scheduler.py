@@ -190,7 +190,7 @@ def test_prompts_of_a_pass_are_bounded_where_the_engine_says_so() -> None:
         (4, 1e-9, 2044),
         (4, 0.1 / 500, 500),
         (100, 0.1 / 150, 150),
-        (1000, 0.1 / 1000, 1000),  # although the rows take as long
+        (1000, 0.1 / 1000, 1000),  # although the rows alone take the whole time
         (1000, 0.1 / 500, 500),
         (100, 0.1 / 10, MIN_CHUNK),
         (4, 1.0, MIN_CHUNK),
@@ -225,7 +225,7 @@ def test_a_chunk_ends_at_a_restore_point_and_the_next_prompt_gets_the_rest() -> 
     [
         (0, 5000, (64, 512), 512),
         (4, 5000, (64, 512), 508),
-        (4, 300, (64, 512), 300),  # it ends its prompt: another pass would cost more than padding
+        (4, 300, (64, 512), 300),  # ends the prompt: another pass would cost more than padding
         (4, 5000, (64, 512, 2048), 2044),
         (4, 5000, (8, 64, 100), 96),
     ],
@@ -594,7 +594,8 @@ def test_activation_bytes_with_a_constant_part() -> None:
         == 10_000 + 20_480
     )
     assert activation_bytes((256, 10_000), (1024, 9_000), 2048, 10**9) == 10_000
-    assert activation_bytes((198, 7_000), (198, 8_000), 200, 10**9) == 8_000  # as long as there are
+    # Equal chunks: no longer chunk exists, so nothing is extrapolated.
+    assert activation_bytes((198, 7_000), (198, 8_000), 200, 10**9) == 8_000
 
 
 def test_block_capacity_and_activation_bytes() -> None:

@@ -37,7 +37,7 @@ def test_an_equal_prompt_is_waited_for_until_all_but_its_last_token_is_read() ->
 def test_a_prompt_that_nobody_reads_is_not_waited_for(phase: Phase) -> None:
     first, other = reader(range(300)), sequence(range(300))
     assert waits(other, first)
-    first.phase = phase  # it was preempted, or has left
+    first.phase = phase  # the sequence was preempted, or has ended
     assert not waits(other, first)
 
 

@@ -126,14 +126,14 @@ def test_a_row_reads_each_token_once_and_goes_back_behind_wrong_drafts() -> None
     scene, seq = Scene(), sequence()
     assert scene.drafts(seq) == [(105, 106, 107)]
     assert scene.engine.passes == [[5], [1], [1]]
-    seq.ids += [105, 106, 107, 108]  # all were right
+    seq.ids += [105, 106, 107, 108]  # all drafts were right
     assert scene.drafts(seq) == [(109, 110, 111)]
     assert scene.engine.passes[3:] == [[2], [1], [1]]
-    seq.ids += [109, 7]  # the second was wrong
+    seq.ids += [109, 7]  # the second draft was wrong
     assert scene.drafts(seq) == [(8, 9, 10)]
     assert scene.engine.passes[6:] == [[1], [1], [1]]
     assert scene.inputs(seq) == [*range(100, 110), 7, 8, 9]
-    seq.ids += [3]  # the first was wrong
+    seq.ids += [3]  # the first draft was wrong
     scene.drafts(seq)
     assert scene.inputs(seq) == [*range(100, 110), 7, 3, 4, 5]
 
@@ -154,7 +154,7 @@ def test_long_prompts_are_read_in_passes_of_bounded_size_and_only_their_end() ->
     reads = scene.engine.passes[:-2]
     assert all(sum(counts) <= scene.engine.max_lines for counts in reads)
     assert scene.engine.passes[-2:] == [[1, 1], [1, 1]]
-    assert scene.inputs(seq) == [*range(284, 301)]  # half of the context
+    assert scene.inputs(seq) == [*range(284, 301)]  # the prompt's end: half of the context
     assert scene.drafter.reading_seconds(seq, 3) == 0.0
     assert UNREAD_TOKENS < 10
 
@@ -213,7 +213,7 @@ def test_right_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
     scene.drafts(seq, depth=2)
     surely = scene.drafter.sharper_chances(seq)
     assert len(surely) == 2 and max(surely) < 0.1
-    scene.engine.sure = 9.0  # another class, without any learned drafts
+    scene.engine.sure = 9.0  # drafts of another class, whose chance is not learned yet
     seq.ids.append(5)
     scene.drafts(seq, depth=2)
     assert min(scene.drafter.sharper_chances(seq)) > max(surely)

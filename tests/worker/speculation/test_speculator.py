@@ -56,11 +56,11 @@ class SureDrafter:
         self.followed: list[Sequence] = []
         self.forgotten: list[Sequence] = []
         self.drafting = 0.0  # seconds to make one draft for every row
-        self.predicts = True  # whether it predicts these seconds; else they count in the step
+        self.predicts = True  # whether `seconds` predicts the drafting; else it counts as step time
         self.reads = 0.0  # seconds to read a row, spent once for each row
         self.surely: tuple[float, ...] = ()
         self.made = 0  # number of steps for which drafts were made
-        self.finds = True  # whether it finds any drafts
+        self.finds = True  # whether `drafts` returns any drafts
 
     def follow(self, seq: Sequence) -> bool:
         self.followed.append(seq)
@@ -282,7 +282,7 @@ def test_a_share_of_what_drafts_gain_is_saved_for_searches() -> None:
     step = 1e-4
     for _ in range(20):
         speculator.step_ended(1, {}, step, measured=True)
-    for right, gained in ((4, 3 * step), (0, 0.0)):  # in the time of two steps
+    for right, gained in ((4, 3 * step), (0, 0.0)):  # a step with drafts takes 2 * step
         speculator.search.saved = saved = 0.0
         drafts = {row: (7,) * 4}
         speculator.count_checked(drafts, [SampledToken(row, 7, None)] * (1 + right))
@@ -370,7 +370,7 @@ def test_of_drafts_that_are_made_those_are_checked_whose_own_chances_pay() -> No
     scene.drafter.surely = (0.01,) * 4
     before = scene.drafter.made
     assert not any(scene.run(500))
-    assert 5 <= scene.drafter.made - before <= 10  # ever more rarely
+    assert 5 <= scene.drafter.made - before <= 10  # drafts are made more and more rarely
     scene.drafter.surely = (0.9, 0.9)
     assert sum(map(bool, scene.run(1000))) > 500
 
@@ -378,7 +378,7 @@ def test_of_drafts_that_are_made_those_are_checked_whose_own_chances_pay() -> No
 def test_rows_are_read_for_drafts_only_where_that_can_pay() -> None:
     scene = Scene(1, 0.95)
     scene.run(3)
-    scene.drafter.reads = 0.05  # more than 0.04: 16 steps, of which a quarter each is saved
+    scene.drafter.reads = 0.05  # the limit is 0.04: a quarter of STEP for each of 16 tokens
     assert not any(scene.run(10))
     scene.rows[0].ids += [1] * 24
     assert sum(map(bool, scene.run(10))) == 10
@@ -470,7 +470,7 @@ def test_drafts_are_counted() -> None:
     drawn = [SampledToken(beside, 1), *[SampledToken(seq, 7)] * 3, SampledToken(other, 4)]
     speculator.count_checked({seq: (7, 7, 7), other: (7,)}, drawn)
     assert (speculator.checks, speculator.drafted, speculator.accepted) == (2, 4, 2)
-    speculator.count_checked({seq: (7, 7)}, [])  # it was cancelled meanwhile
+    speculator.count_checked({seq: (7, 7)}, [])  # `seq` was cancelled during the step
     assert (speculator.checks, speculator.drafted, speculator.accepted) == (3, 6, 2)
 
 
@@ -499,7 +499,7 @@ def test_only_sequences_that_decode_have_drafts() -> None:
     held.held = True
     reading.submitted = 3
     image.media = (MediaSpan(0, 4, b"", (1, 1, 1), False),)
-    shifted = sequence()  # its images are discarded, and their slots are in the prompt still
+    shifted = sequence()  # the shift discards the image; the prompt still has its slots
     shifted.shift = ContextShift(28, 4, image.media)
     sequences = [waiting, held, reading, image, shifted, late]
     rows, candidates = candidates_of(sequences, LIMITS, lambda _: 4, lambda seq: seq is not late)

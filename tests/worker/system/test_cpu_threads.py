@@ -59,7 +59,7 @@ def test_steps_spare_a_core_until_all_long_work_is_done() -> None:
     threads = CpuThreads(fake, 4)
     threads.begin_step(0.0)
     with long_work(threads):
-        assert fake.now == 4  # a step is running
+        assert fake.now == 4  # unchanged until the next step begins
         threads.begin_step(0.0)
         assert fake.now == 3
         with long_work(threads):
@@ -72,7 +72,7 @@ def test_steps_spare_a_core_until_all_long_work_is_done() -> None:
     assert fake.now == 4
     changes = len(fake.told)
     threads.begin_step(0.0)
-    assert len(fake.told) == changes  # nothing has changed
+    assert len(fake.told) == changes  # an unchanged number is not set again
 
 
 def test_a_divided_step_has_one_thread_of_the_library_for_each_part() -> None:
@@ -123,24 +123,24 @@ def test_nothing_happens_without_a_blas_library() -> None:
         threads.end_steps()
 
 
-# ---- what others take ----------------------------------------------------------------------------
+# ---- cores that other processes use --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("most", "here", "others", "count"),
     [
         (2, 2, 0.0, 2),
-        (2, 2, 0.4, 2),  # less than half a core is none
+        (2, 2, 0.4, 2),  # less than half a core counts as no core
         (2, 2, 0.6, 1),
         (2, 2, 1.9, 1),
         (2, 2, 5.0, 1),
         (16, 16, 8.0, 8),
         (16, 16, 0.0, 16),
-        (16, 16, 15.0, 4),  # on a full machine others take whatever is left
+        (16, 16, 15.0, 4),  # at least a quarter: on a full machine others take every free core
         (3, 16, 15.0, 3),
-        (4, 16, 8.0, 4),  # the others have theirs
+        (4, 16, 8.0, 4),  # 8 cores are free for the 4 threads
         (8, 16, 11.0, 5),
-        (2, 2, -0.1, 2),  # ticks are coarse
+        (2, 2, -0.1, 2),  # ticks are coarse, so the measured use can be negative
     ],
 )
 def test_thread_count(most: int, here: int, others: float, count: int) -> None:
@@ -194,12 +194,12 @@ def test_steps_leave_used_cores_and_take_free_ones() -> None:
     seen.others = 2.0
     seen.go_on(threads, steps=3)
     assert fake.told == [2]
-    with long_work(threads):  # of the two that are left, for what counts as ours
+    with long_work(threads):  # no third core is left free: the steps already leave two of four
         seen.go_on(threads)
         assert fake.now == 2
     seen.others = 0.0
     seen.go_on(threads, steps=cpu_threads.SAMPLES_TO_GROW - 1)
-    assert fake.now == 2  # what comes and goes is not answered each time
+    assert fake.now == 2  # cores must be free for SAMPLES_TO_GROW samples
     seen.others = 2.0
     seen.go_on(threads)
     seen.others = 0.0
@@ -268,7 +268,7 @@ def test_reading_proc_stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cpu_threads, "TICK", 0.01)
     assert cpu_threads.read_cpu_use({0}).all == pytest.approx(
         1.63
-    )  # idle, iowait and steal are none
+    )  # idle, iowait and steal are not counted as use
     assert cpu_threads.read_cpu_use({0, 11}).all == pytest.approx(1.68)
     assert cpu_threads.read_cpu_use({7}).all == 0
     monkeypatch.setattr(cpu_threads, "STAT", tmp_path / "none")
@@ -286,10 +286,10 @@ def test_the_time_of_all_includes_this_process() -> None:
     if after.all == 0:
         pytest.skip("this system counts no ticks")
     assert after.own - before.own >= 0.3
-    assert after.all - before.all >= 0.2  # ticks are coarse
+    assert after.all - before.all >= 0.2  # ticks are coarse, so `all` can be less than `own`
 
 
-# ---- who asks, and whose steps -------------------------------------------------------------------
+# ---- workers and engines that adjust the threads -------------------------------------------------
 
 
 class OnCpu(CountingEngine):
@@ -315,7 +315,7 @@ def test_a_worker_adjusts_threads_before_its_steps(
     harness.admit(1, count=10**6)
     harness.next(StepDeltas)
     with long_work(threads):
-        for _ in range(messages.MAX_UNTAKEN_STEPS + 5):  # more than were made before
+        for _ in range(messages.MAX_UNTAKEN_STEPS + 5):  # more steps than ran before
             harness.compute.delta_queue.acknowledge()
             harness.next(StepDeltas)
         assert fake.now == (1 if yields else 2)

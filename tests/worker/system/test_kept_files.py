@@ -148,7 +148,7 @@ def test_the_machines_key_changes_with_its_blas_and_compiler(
 
     monkeypatch.setenv("PATH", str(tmp_path))
     note()
-    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")  # passes take other memory
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")  # passes then need another amount of memory
     note()
     monkeypatch.setenv("LD_PRELOAD", str(blas))
     note()

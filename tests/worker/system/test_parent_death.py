@@ -32,7 +32,7 @@ def test_a_stuck_worker_shows_its_stacks(tmp_path: Path, fault: str, words: str)
         until(lambda: words in worker.dump.read_text(), "the dump names what it is stuck in")
         until(lambda: "edge.py" in worker.dump.read_text(), "every thread is in it")
         look = worker.block.read()
-        # Ten shards, the prompt with token 0, and a decode step.
+        # `count` has ten shards, the prompt with token 0, and a decode step.
         assert (look.phase, look.count) == ("decode", 12)
         assert worker.process.poll() is None
 

@@ -138,7 +138,7 @@ def test_raise_and_slow(monkeypatch: pytest.MonkeyPatch) -> None:
         Faults(Counting(fault="raise")).strike()
 
 
-# ---- where and when ----------------------------------------------------------------------------
+# ---- the sites and times of faults -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_nothing_computes_after_a_lost_device(place: str) -> None:
     engine.admit(seq)
     assert engine.device_works()
     if place in ("accept", "end"):
-        engine.faults.strike()  # by others: it raises nothing itself
+        engine.faults.strike()  # other modules strike at these sites; `strike` raises nothing
 
     def at(submitted: int) -> Sequence:
         seq.submitted = submitted
@@ -297,7 +297,7 @@ def test_a_device_lost_in_the_load_fails_the_load() -> None:
         engine.load(lambda tensors, size: None)
 
 
-# ---- in the process ----------------------------------------------------------------------------
+# ---- faults in a worker process ----------------------------------------------------------------
 
 
 def sent(worker: WorkerProcess) -> list[int]:

@@ -41,7 +41,7 @@ def test_a_part_is_that_of_the_tensor(
     file: Path, monkeypatch: pytest.MonkeyPatch, name: str, axis: int, runs: int
 ) -> None:
     monkeypatch.setattr(cut_reads, "RUN_BYTES", runs)
-    monkeypatch.setattr(cut_reads, "BUFFER_BYTES", 100)  # several pieces
+    monkeypatch.setattr(cut_reads, "BUFFER_BYTES", 100)  # a read has several pieces
     whole = mx.load(str(file))[name]
     half = whole.shape[axis] // 2
     for cut in (Cut(axis, 0, half), Cut(axis, half, whole.shape[axis])):

@@ -60,7 +60,7 @@ def test_a_model_that_is_not_downloaded(cache: Path) -> None:
 def test_references_with_a_prefix_mean_the_cache_alone(
     folder: Path, cache: Path, tmp_path: Path
 ) -> None:
-    write_checkpoint(tmp_path / NAME)  # a folder of that name
+    write_checkpoint(tmp_path / NAME)  # a folder with the same name, which hf: ignores
     assert f"get it with `mlxpool pull {NAME}`" in refusal(f"hf:{NAME}")
     snapshot = put_in_hub(folder, cache, NAME)
     assert find_files(f"hf:{NAME}").where == snapshot

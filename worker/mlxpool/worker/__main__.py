@@ -56,7 +56,7 @@ def serve_rank(config: WorkerConfig) -> int:
     try:
         from mlxpool.worker.compute import follower
     finally:
-        begin = inbox.take()  # also before an error is raised, see messages.Begin
+        begin = inbox.take()  # also if the import fails, see messages.Begin
     return 0 if begin is None else follower.run(config, inbox)
 
 

@@ -18,8 +18,8 @@ from mlxpool.bench.measurement import Measurement, Progress
 from mlxpool.bench.pools import MODEL, serving, temporary_run_dir, toml_of
 from mlxpool.common.errors import Internal
 
-CONTEXT_BLOCK = 256  # a context that the scenario chooses is a multiple of it
-MIN_QUEUE = 512  # requests, the pool's own default
+CONTEXT_BLOCK = 256  # tokens; a context chosen by the scenario is a multiple of this
+MIN_QUEUE = 512  # least queue_limit in requests; also the pool's default
 
 
 class Plan(Struct, frozen=True):

@@ -74,7 +74,7 @@ async def opened(target: Target, requests: int = 0) -> AsyncIterator[Send]:
     from mlxpool.client import AsyncClient
 
     async with AsyncClient(Path(target.run_dir)) as client:
-        await client.models()  # to be connected
+        await client.models()  # connects the client
         yield lambda request, answer: _to_pool(client, target, request, answer)
 
 

@@ -117,7 +117,7 @@ class _Cheapest(_Plain):
     """Chooses the cheapest pair of a waiting request and a worker, by a cost in milliseconds."""
 
     def __init__(self) -> None:
-        self._passed: Counter[int] = Counter()  # by the number of a request
+        self._passed: Counter[int] = Counter()  # request's number -> times that others overtook it
 
     def cost(self, request: Waiting, worker: SimulatedWorker) -> float:
         raise NotImplementedError
@@ -157,7 +157,7 @@ class Ours(_Cheapest):
         self._model = WorkerSpeed()
         self._output = float(MAX_OUTPUT)  # tokens of an answer, an average
         self._demands: dict[int, Demand] = {}
-        self._crowds: dict[int, Crowd] = {}  # crowds of the present choice
+        self._crowds: dict[int, Crowd] = {}  # crowds of the present choice, by request number
 
     def choose(
         self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
@@ -233,5 +233,5 @@ def _message(segment: Segment) -> dict[str, str]:
     """
     name, count = segment
     role = "assistant" if " answer " in name else "user"
-    length = max(len(name) + 1, count * BYTES_PER_TOKEN - 26)  # 26 bytes are the map around it
+    length = max(len(name) + 1, count * BYTES_PER_TOKEN - 26)  # 26 bytes: the map around the text
     return {"role": role, "content": f"{name} ".ljust(length, ".")}

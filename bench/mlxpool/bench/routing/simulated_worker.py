@@ -36,7 +36,7 @@ class Row(Struct, eq=False):
     came: float  # seconds
     unread: int  # tokens of the prompt that are not yet computed
     left: int  # tokens of the answer that are still to come
-    expected: int  # tokens of the prompt that seem to be cached later, estimated at its arrival
+    expected: int  # prompt tokens that will be cached, as estimated at the arrival
     cached: int = -1  # cached tokens when the first chunk was read; below 0: not yet read
     first: float = 0.0
 

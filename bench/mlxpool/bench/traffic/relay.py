@@ -11,7 +11,7 @@ import sys
 
 import zmq
 
-MAX_BURST = 256  # messages forwarded before the front is polled
+MAX_BURST = 256  # messages forwarded before the socket `front` is polled
 
 
 def main() -> None:

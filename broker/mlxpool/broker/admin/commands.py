@@ -33,11 +33,11 @@ Answer = Mapping[str, Any]  # the body of the answer, which the command line pri
 class Controls(Struct, frozen=True):
     """The functions outside the core that operators' commands call."""
 
-    snapshot: Callable[[float, bool], Snapshot]  # at a time, with rows of models or without
+    snapshot: Callable[[float, bool], Snapshot]  # arguments: time, whether it has rows of models
     last_dump: Callable[[str], Path | None]  # the newest file with stacks of a slot's workers
     reloaded: Callable[[], Answer]  # the last reload's changes; raises BadRequest if it failed
     stop: Callable[[float], None]  # stops the broker, and no other broker follows
-    drain_grace: Callable[[], float]  # seconds that a drain gives streams, by the settings
+    drain_grace: Callable[[], float]  # seconds for streams to end in a drain, from the settings
 
 
 class Commands:

@@ -250,13 +250,13 @@ class Reloader:
                 config = without_local_workers(config)
             require_gpus(before, config, visible_gpus(os.environ))
             if before.http and before.http_keys is not None:
-                http_access.read_keys(before.http_keys)  # only a check: the gateway reads them
+                http_access.read_keys(before.http_keys)  # a check: the gateway reads the keys
             if before.state_dir and config.job_notify_secret is not None:
-                read_secrets(config.job_notify_secret)  # only a check: each notice reads them
+                read_secrets(config.job_notify_secret)  # a check: each notice reads the secrets
             self._read_settings = NewSettings(
                 config, all_weights_bytes(config), all_locations(config)
             )
-        except (ValueError, OSError) as error:  # ConfigError among them
+        except (ValueError, OSError) as error:  # ConfigError is a ValueError
             why = "; ".join(getattr(error, "problems", [str(error)]))
             self._outcome = f"not reloaded, nothing has changed: {why}"
             log.error("not reloaded: nothing has changed", extra={"why": why})

@@ -37,7 +37,7 @@ class ServiceNotifier(Closing):
             self._socket.setblocking(False)
         # Half of the timeout, so that one late iteration does no harm.
         self._watchdog_interval = watchdog / 2 if watchdog and address else math.inf
-        self._watchdog_at = self._status_at = 0.0  # at once
+        self._watchdog_at = self._status_at = 0.0  # 0: due immediately
         self._status = ""
 
     @classmethod

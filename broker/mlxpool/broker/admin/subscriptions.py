@@ -17,7 +17,7 @@ from mlxpool.common.protocol import admin, frames
 from mlxpool.common.protocol.frames import Header
 
 INTERVAL = 1.0  # seconds between two updates
-LEAST_INTERVAL = INTERVAL / 2  # seconds from a connection's first update to everyone's update
+LEAST_INTERVAL = INTERVAL / 2  # least seconds from a connection's first update to the next
 LEASE = 5.0  # seconds of a lease: one request brings updates for this time
 MAX_SUBSCRIBERS = 64
 

@@ -16,7 +16,7 @@ from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.exit_causes import BROKER_ENDS, UNLOADED
 from mlxpool.common.errors import Draining, WorkerLost
 
-BROKER_RETRY_MS = 1000  # `retry_after_ms` of streams that the end of the broker ends
+BROKER_RETRY_MS = 1000  # `retry_after_ms` of streams that end because the broker ends
 
 
 class AdminEvents(Struct, eq=False):
@@ -61,7 +61,7 @@ class AdminEvents(Struct, eq=False):
             for request in self._failover.running(worker):
                 self._delivery.fail(request, error, now)
         self._pool.unload(model, UNLOADED)
-        if (model.queue or model.calls) and not model.workers:  # no process exit will restart it
+        if (model.queue or model.calls) and not model.workers:  # no process exit will start it
             self._pool.require(model, now)
 
     def on_restart(self, event: ev.RestartWorker, now: float) -> None:
@@ -134,4 +134,4 @@ class AdminEvents(Struct, eq=False):
             worker.replace = registry.slots[worker.slot] in model.local_slots
             self._drainer.drain_worker(worker.slot, event.grace, now)
         if (name := registry.names.model_of(event.name)) is not None:
-            self._pool.watch_load(registry.models[name], now)  # the least number may be lower now
+            self._pool.watch_load(registry.models[name], now)  # fewer workers may be required now

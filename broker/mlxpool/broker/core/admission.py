@@ -87,7 +87,7 @@ class Admission(Struct, eq=False):
         self._state.counters.rejected[DuplicateId.code] += 1
         error = DuplicateId(f"the id {event.id.hex()} {why}; make a new id for each request")
         header = Header(to_client.Failed.kind, None, self._state.boot, event.attempt)
-        # After the check for lost links: the client sends on this link, so it may still receive.
+        # Not checked for a lost link: the client sends on this link, so it may still receive.
         self._outbox.add(ToClient(event.link, header, Failed.about(error, event.id)))
 
     def _refuse(
@@ -172,7 +172,7 @@ class Admission(Struct, eq=False):
         state.owned[request.owner] += 1
         state.tombstones.pop(request.id, None)
         state.requests[request.id] = request
-        if message.resume_ids or run.batch_bound:  # an earlier worker had it
+        if message.resume_ids or run.batch_bound:  # an earlier worker had the request
             model.queue.add_resumed(request)
         else:
             model.queue.add(request)
@@ -356,7 +356,7 @@ def _check_queue(state: State, model: Model, message: Generate) -> None:
     """Raises QueueFull if the model's queue has too many requests or too many bytes."""
     factor, queue = _bound_factor(message), model.queue
     limit, most = factor * state.config.queue_limit, factor * state.config.queue_bytes
-    # Requests that fit in a worker now do not wait.
+    # Requests for which a worker has room now do not count as waiting.
     room = 0 if queue else max((worker.room() for worker in model.workers), default=0)
     places = max(1, _places(message) - room)
     if len(queue) + places > limit or queue.bytes + places * message.size > most:

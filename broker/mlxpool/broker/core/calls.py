@@ -30,7 +30,8 @@ from mlxpool.common.protocol.from_client import KEEP_FOREVER, TOKENIZE, Cancel, 
 from mlxpool.common.protocol.to_client import Done, Failed, Kept, ModelList, Pong
 
 MAX_LOSSES = 2  # lost workers after which a call of the tokenizer fails
-# Lost workers after which a computed call fails: the end of a worker affects many calls.
+# Lost workers after which a computed call fails. More than MAX_LOSSES, because the end of a worker
+# affects many calls.
 MAX_LOSSES_COMPUTED = 20
 MAX_IN_WORKER = 64  # calls that a worker computes or has queued; further calls wait for any worker
 
@@ -265,7 +266,7 @@ class Calls(Struct, eq=False):
         """
         model = self._state.model_of_worker(worker)
         lost = sorted((self._state.calls[id] for id in worker.calls), key=lambda c: c.accepted_at)
-        for call in reversed(lost):  # each call is put before newer calls
+        for call in reversed(lost):  # newest first: each call becomes the first of the queue
             call.charge += shares.get(call.id, 0.0)
             call.losses += cause not in exit_causes.COMMANDED
             if call.link == JOBS_LINK and cause not in exit_causes.COMMANDED:

@@ -35,7 +35,7 @@ from mlxpool.common.config.schema import PoolConfig
 NO_LIMIT = 1 << 62  # bytes
 MAX_DUE = 64  # most timers that one `Wake` handles; other events come before the remaining timers
 
-Handler = Callable[..., None]  # handles an event of its type in the table at a time
+Handler = Callable[..., None]  # (event, time) -> None, for one type of event
 
 
 class Core:

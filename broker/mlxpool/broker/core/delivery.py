@@ -89,7 +89,7 @@ class Delivery(Struct, eq=False):
     def _acknowledge(self, link: int, request_id: bytes, count: int, now: float) -> None:
         request = self._state.requests.get(request_id)
         if request is None or request.reader.link != link:
-            return  # it ended, or moved to another link, before the ack came
+            return  # the request ended, or moved to another link, before the ack came
         reader = request.reader
         if not reader.acked <= count <= reader.sent:
             raise BadRequest(

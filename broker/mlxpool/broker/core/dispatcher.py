@@ -279,7 +279,7 @@ def _behind_bound(model: Model, workers: Sequence[Worker]) -> tuple[Request, Wor
         if group is not None:
             waiting.add(group)
         elif request.run.facts is None:
-            break  # no worker has room for its image
+            break  # no worker has room for the request's images
     return None
 
 
@@ -371,7 +371,7 @@ class PlaceSharing(Struct, eq=False):
             for id, number in worker.leases:
                 request = self._state.requests.get(id)
                 if request is None or not request.run.leased_by(worker.epoch, number):
-                    coming[worker.epoch] += 1  # its cancel is under way
+                    coming[worker.epoch] += 1  # a cancel is under way: the place becomes free
                 elif not request.run.batch_bound:
                     proven = request.state is RequestState.STREAMING
                     held.append(Held(request, worker.epoch, request.run.leased_at, proven))

@@ -21,8 +21,8 @@ from mlxpool.common.errors import DeadlineExceeded, PoolError, Unauthorized
 from mlxpool.common.protocol.to_client import Fate
 
 MAX_ENDED = 64  # most streams and calls that one event ends, of all bulks together
-MAX_LOOKED_AT = 4096  # most ids that one event checks: most ids of a bulk may not end
-BULK_TIMER = "endings"  # key of the timer that is set while ids are left
+MAX_LOOKED_AT = 4096  # most ids that one event checks; many checked ids may not end
+BULK_TIMER = "endings"  # key of the timer that is set while ids are unchecked
 
 
 class Bulk(Struct, eq=False):
@@ -58,7 +58,7 @@ class BulkEndings:
         self._delivery = delivery
         self._calls = calls
         self._bulks: deque[Bulk] = deque()
-        self._may_end = MAX_ENDED  # streams and calls ended in the current event
+        self._may_end = MAX_ENDED  # streams and calls that the current event may still end
 
     def __len__(self) -> int:
         """Returns the number of bulks with streams or calls that were not yet examined."""
@@ -105,7 +105,7 @@ class BulkEndings:
 
     def end_some(self, now: float) -> None:
         """Ends the next streams and calls, until this event has ended MAX_ENDED of them."""
-        # Set before any stream ends: after an exception later events still end the other streams.
+        # Set before any stream ends, so that after an exception later events end the other streams.
         self._state.timers.set(BULK_TIMER, now)
         for _ in range(MAX_LOOKED_AT):
             if not self._bulks or not self._may_end:
@@ -240,7 +240,7 @@ class Endings(Struct, eq=False):
                 ends_call=lambda call: call.link == number,
                 then=partial(self._look_again, number),
             )
-            # The timer comes sooner if all streams and calls have ended.
+            # Once all streams and calls have ended, `_look_again` sets an earlier timer.
             following = now + max(STALL_INTERVAL, self._state.config.client_grace)
             self._state.timers.set(("link", number), following)
         else:
@@ -298,7 +298,7 @@ class Endings(Struct, eq=False):
         Otherwise sets the request's timer to its next deadline.
         """
         request = self._state.requests.get(request_id)
-        if request is None:  # an earlier timer of this wake ended it
+        if request is None:  # an earlier timer of this wake ended the request
             return
         waited, since = now - request.accepted_at, request.reader.blocked_since
         if now >= request.deadline:

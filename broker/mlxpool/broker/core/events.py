@@ -24,10 +24,10 @@ class Event:
     __slots__ = ()
 
 
-# The only way into the core: has the core handle an event at a time in seconds, then performs its
-# actions.
+# (event, time in seconds): the only entrance to the core. Makes the core handle the event, then
+# performs the core's actions.
 Perform = Callable[[Event, float], None]
-# Returns an answer once it is known: now, or later.
+# Calls back with an answer once the answer is known: immediately or later.
 AnswerLater = Callable[[Callable[[float], None], float], None]
 
 # ---- clients ---------------------------------------------------------------------------------

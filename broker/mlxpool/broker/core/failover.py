@@ -126,7 +126,7 @@ class Failover(Struct, eq=False):
             self._ended.quarantine(request.digest, now)
             fail(request, Poisoned(f"{where}; this request ended two workers"), now)
         elif self._state.phase is PoolPhase.CLOSING:
-            self._requeue(request, now)  # it is about to end with all other requests
+            self._requeue(request, now)  # the pool is about to end all requests
         elif not request.message.durable:
             fail(request, WorkerLost(f"{where}; send the request again", details=details), now)
         elif run.resumes_without_progress > blame.max_resumes(run.charge):

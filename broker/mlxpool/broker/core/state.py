@@ -119,7 +119,7 @@ class State(Struct, eq=False):
     phase: PoolPhase = PoolPhase.SERVING
     requests: dict[bytes, Request] = field(default_factory=dict)  # live requests, by id
     tombstones: OrderedDict[bytes, Tombstone] = field(default_factory=OrderedDict)  # by id
-    quarantine: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # digest -> until
+    quarantine: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # digest -> end time
     owned: Counter[str] = field(default_factory=Counter)  # live requests by owner
     cancel_rates: Rates = field(default_factory=Rates)  # rate of cancels by owner
     links: dict[int, Link] = field(default_factory=dict)

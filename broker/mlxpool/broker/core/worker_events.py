@@ -39,14 +39,14 @@ class WorkerEvents(Struct, eq=False):
         if worker is None or not worker.allows("hello"):
             self._state.counters.fenced += 1
             return
-        if worker.epoch:  # its connection was lost, not its process: no request is blamed
+        if worker.epoch:  # a lost connection, not a lost process: no request is blamed
             self._failover.move_work(worker, exit_causes.NEW_CONNECTION, now, counts=False)
         self._pool.welcome(worker, event.message, event.token, now)
         self._failover.serve_elsewhere(worker, now)
 
     def on_dialled(self, event: ev.WorkerDialled, now: float) -> None:
         if not self._state.admits:
-            return  # it connects again, and finds the next broker
+            return  # the worker connects again, to the next broker
         self._pool.add_remote(event.slot, event.model, event.message.pid, now)
         self.on_hello(ev.WorkerHello(event.slot, event.message, event.token), now)
 

@@ -82,7 +82,7 @@ class WorkerPool(Struct, eq=False):
             others = (m for m in models if m is not model)
             for idle in to_evict(others, missing):
                 self.unload(idle, exit_causes.evicted_for(model.name), remote=False)
-        return False  # the end of the stopped workers starts it
+        return False  # the ends of the stopped workers will start the model
 
     def require_those_without_worker(self, now: float) -> None:
         """Starts workers for needed models that have none.
@@ -210,7 +210,8 @@ class WorkerPool(Struct, eq=False):
             return
         active = worker.beat.memory.get("active", 0)
         most = max(model.need, active if isinstance(active, int) else 0)
-        # Keys and values count too: a model that once fitted is never too large for the pool.
+        # `active` includes keys and values, so `need` has a bound: a model that once fitted is
+        # never too large for the pool.
         model.need = max(model.floor, min(most, self._state.registry.memory))
 
     def served(self, worker: Worker, now: float) -> None:
@@ -297,7 +298,7 @@ class WorkerPool(Struct, eq=False):
             self._exited_remote(slot, worker, stopped=was is WorkerState.STOPPING)
             return worker
         model = self._state.registry.models[slot.model]
-        # This includes a worker fenced for leaving late, or for coming back while it left.
+        # Also true for a worker that was fenced because it left late, or came back while it left.
         commanded = was in LEAVING or worker.cause in exit_causes.COMMANDED
         if worker.proven:
             model.failures = 0
@@ -322,7 +323,7 @@ class WorkerPool(Struct, eq=False):
             delay = max(delay, config.probe_interval)
         model.retry_at = now + delay
         demanded = model.state in DEMANDED or ("restart", model.name) in state.timers
-        # A worker that was ready had loaded the model: its error explains only its own end.
+        # A worker that was ready had loaded the model, so its error concerns only this worker.
         model.last_error = None if worker.ready_at else worker.error
         if model.last_error is not None:
             model.move("load failed")

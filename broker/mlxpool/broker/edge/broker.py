@@ -88,7 +88,7 @@ class ReloadTarget(Struct, eq=False):
 
 log = logging.getLogger("mlxpool.broker")
 
-MAX_READ_ROUNDS = 64  # rounds of reads of the back socket before a remote worker's end is reported
+MAX_READ_ROUNDS = 64  # most rounds of back-socket reads before a remote worker's end is reported
 
 
 class Broker:
@@ -137,7 +137,7 @@ class Broker:
             restored=self._record_processes,
             on_trouble=self._on_trouble,
         )
-        # The model files of other supervisors are elsewhere.
+        # Without local workers, the model files are elsewhere and cannot be scanned.
         scanned = config if config.local_workers else replace(config, models={})
         self.catalogue = Catalogue(scanned, self.perform)
         self._build_workers(config)

@@ -36,7 +36,7 @@ class Endpoints(Closing):
         self.access = AccessControl(config, self._context, on_refusal)
         self._unlink()
         self.bound: dict[str, list[str]] = {}  # further endpoints of the back and admin sockets
-        # A worker's process or the end of its connection reports its exit, not a send.
+        # A worker's exit is reported by its process or the end of its connection, not by a send.
         self.back = self._peers("back", config.back, sockets.BACKLOG, keep_gone=True)
         self.admin = self._peers("admin", config.admin, sockets.BACKLOG)
         self.front = self._peers("front", (), backlog_of(descriptors), max_backlogs=MAX_BACKLOGS)

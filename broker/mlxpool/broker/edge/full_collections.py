@@ -22,8 +22,8 @@ INTERVAL = 60.0  # least seconds between two full collections
 # the thresholds 700 and 10 of the younger generations, a full one runs after 350,000 new
 # containers. This bounds the number of cycles in a broker that always has live streams.
 MIDDLE_COLLECTIONS = 50
-# Bounds for the bytes of cycles. A growing process has few such collections, because each
-# comes at 1.5 times the memory of the last.
+# These constants bound the bytes of cycles. Even a growing process has few such collections,
+# because each needs 1.5 times the memory after the last.
 MAX_GROWTH = 0.5  # most growth, as a share of the memory after the last full collection
 MIN_GROWTH = 64 * 1024 * 1024  # bytes of growth that never trigger a collection
 LOOK_INTERVAL = 1.0  # seconds between two checks of the memory
@@ -70,7 +70,7 @@ class FullCollections:
 
     def _collect(self, now: float) -> None:
         gc.collect()
-        trim_heap()  # otherwise free memory counts as used, and each bound exceeds the last
+        trim_heap()  # or free memory counts as used, and the bound rises each time
         self._next_at, self._look_at = now + INTERVAL, now + GROWTH_INTERVAL
         left = self._resident()
         self._max_bytes = left + max(MIN_GROWTH, MAX_GROWTH * left)

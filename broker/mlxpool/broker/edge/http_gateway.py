@@ -178,7 +178,7 @@ class HttpGateway:
 
     def reload(self) -> None:
         """Makes the process read its keys again. A starting process does so once it is ready."""
-        if self.state == "starting":  # Python has no handler yet: the signal would end it
+        if self.state == "starting":  # there is no handler yet: the signal would end the process
             self._reload_due = True
         else:
             self._process.signal(signal.SIGHUP)

@@ -98,7 +98,7 @@ class JobService(Closing):
         self._stacks = stacks
         self._inbox: deque[ev.Event] = deque()
         self._asking: dict[bytes, Answer] = {}  # open questions of operators
-        self._results: deque[tuple[Operation, Result]] = deque()  # refused without the store
+        self._results: deque[tuple[Operation, Result]] = deque()  # also refusals of `offer`
         self._health = HealthState.CLOSED
 
     def start(self) -> None:
@@ -322,8 +322,9 @@ def _posted(end_seq: int, outcome: Outcome) -> ev.Posted:
 # ---- between the core and the job manager --------------------------------------------------------
 
 
-# Places of an encoder model's worker for calls of jobs. With the calls that wait in the core
-# (feeding.WINDOW) the worker has enough work while answers are written. Clients' calls take turns.
+# Places for calls of jobs in a worker of an encoder model. Together with the calls that wait in the
+# core (feeding.WINDOW), these calls keep the worker busy while answers are written. Clients' calls
+# take turns with them.
 CALL_PLACES = MAX_IN_WORKER
 
 

@@ -123,7 +123,7 @@ class Signals:
     def installed(self) -> Iterator[None]:
         """Installs the handlers during a `with` block."""
         before = {number: signal.signal(number, self._on_signal) for number in HANDLED}
-        # Workers inherit this: a SIGUSR1 before a worker has its handler must not end the worker.
+        # Workers inherit SIG_IGN: SIGUSR1 must not end a worker that has not installed its handler.
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
             yield

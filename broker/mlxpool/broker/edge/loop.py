@@ -20,7 +20,7 @@ log = logging.getLogger("mlxpool.broker")
 
 MAX_WAIT = 60.0  # most seconds that a turn waits
 LAG_WINDOW = 15.0  # seconds
-LATE = 1.0  # least seconds of delay that a turn reports
+LATE = 1.0  # a turn's delay above this number of seconds is reported
 
 Handler = Callable[[float], object]  # its argument is the time in seconds
 

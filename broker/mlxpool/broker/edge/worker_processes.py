@@ -135,7 +135,7 @@ class WorkerProcesses:
         noticed = self._exited_at.setdefault(slot, now)
         complete = self._read_pending(now) and self._has_explained_end(slot)
         if not complete and now - noticed < MAX_DELAY:
-            return  # the descriptor stays readable, so the next turn continues
+            return  # the descriptor stays readable, so the next turn tries again
         del self._exited_at[slot]
         self._sources.remove_source(child.exit_descriptor)
         worker_exit = self._supervisor.reap(slot)

@@ -14,9 +14,9 @@ from mlxpool.common.closing import Closing
 from mlxpool.common.transport.waker import Waker
 
 # ---- loop queue ----------------------------------------------------------------------------------
-# Operators' commands on the status page, on their way to the broker's loop. A thread of the HTTP
+# A queue of operators' commands from the status page to the broker's loop. A thread of the HTTP
 # server waits for the answer. If the thread gives up, its command is dropped, unless the loop has
-# begun with it.
+# begun the command.
 
 
 Fate = dict[str, Any]  # an answer: the JSON that the command prints with --json
@@ -48,7 +48,7 @@ class LoopQueue(Closing, Generic[Asked]):
             if future.cancel():
                 what = f"the broker's loop has not answered for {self.max_wait:g} s"
                 raise Unavailable(what) from None
-        try:  # the loop has begun the command, and may itself wait for a disk
+        try:  # the loop has begun the command, which may wait for a disk
             return future.result(self.max_wait)
         except TimeoutError:
             waited = 2 * self.max_wait
@@ -96,9 +96,9 @@ class LoopQueue(Closing, Generic[Asked]):
 
 
 # ---- latest snapshot -----------------------------------------------------------------------------
-# The newest snapshot, which the loop hands to the threads of the HTTP server. If it is too old, a
-# thread wakes the loop. The loop puts a new snapshot in its next turn, and never waits for these
-# threads.
+# The newest snapshot, which the loop gives to the threads of the HTTP server. If the snapshot is
+# too old, a thread wakes the loop. The loop stores a new snapshot in its next turn, and never waits
+# for these threads.
 
 
 FRESH = 0.25  # seconds for which a snapshot is reused, to bound the loop's work

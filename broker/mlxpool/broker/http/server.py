@@ -43,7 +43,7 @@ from mlxpool.common.closing import Closing
 from mlxpool.common.config.bounds import host_port
 
 MAX_CONNECTIONS = 8  # each connection uses a descriptor that clients could use
-MAX_SECONDS = 5.0  # from the first byte of a request to the last byte of its answer
+MAX_SECONDS = 5.0  # seconds from a request's first byte to its answer's last byte
 
 
 class Stage(Enum):
@@ -54,7 +54,8 @@ class Stage(Enum):
     SENDING = "the peer to receive the answer"
 
 
-# Connections that wait for the client are shut down first: waits for the broker end by themselves.
+# Connections that wait for the client are shut down first. Connections that wait for the broker
+# continue by themselves.
 IDLE_STAGES = (Stage.REQUEST, Stage.SENDING)
 
 
@@ -129,7 +130,7 @@ class Connections:
         del self._open[connection.socket]
         try:
             connection.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the client closed it meanwhile
+        except OSError:  # the client closed the connection meanwhile
             pass
 
 

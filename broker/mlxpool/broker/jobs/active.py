@@ -19,7 +19,7 @@ from mlxpool.common.protocol.frames import pack
 from mlxpool.common.protocol.token_ids import count_of
 
 WRITE_DELAY = 0.05  # seconds of output that one write gathers
-UNREAD_DELAY = 1.0  # WRITE_DELAY without a reader; a crash loses this output, not the job
+UNREAD_DELAY = 1.0  # WRITE_DELAY of a job without a reader; a crash loses output, not the job
 UNREAD_BYTES = 8 * 1024  # bytes of unread steps above which WRITE_DELAY applies
 
 
@@ -54,13 +54,13 @@ class ActiveJob(Struct, eq=False):
     text_before: str = ""  # text that came without ids; the next step's text begins with it
     facts: bytes | None = None  # the first worker's data about its model, until stored
     writing: Operation | None = None
-    outcome: Operation | None = None  # the operation that ends or defers it, after its last ids
-    phase: JobPhase = JobPhase.RUNNING  # its phase once `outcome` is on the disk
+    outcome: Operation | None = None  # ends or defers the job after its last ids
+    phase: JobPhase = JobPhase.RUNNING  # the job's phase once `outcome` is on the disk
     ran: bool = True  # the core has a run of this job
-    leaving: bool = False  # its run is over and `outcome` is not on the disk
+    leaving: bool = False  # the run is over, `outcome` is not on the disk
     write_at: float = math.inf  # time of the next write; infinity: no steps, or being written
-    answer_bound: int = 0  # bytes reserved in AnswerRoom: the most of its answer
-    yield_at: int = 0  # ids at which it gives its slot to others; 0: never
+    answer_bound: int = 0  # bytes reserved in AnswerRoom: bound of the job's answer
+    yield_at: int = 0  # ids at which the job gives its slot to others; 0: never
 
     @classmethod
     def of(cls, fed: FedJob, attempt: int, model: str, now: float) -> ActiveJob:

@@ -31,7 +31,7 @@ from mlxpool.common.protocol.frames import MAX_BLOB
 from mlxpool.common.protocol.kept.job_messages import IDLE
 
 WINDOW = 2  # jobs of a group for each batch slot of ready workers
-MAX_WITH_OTHERS = 4  # most jobs with equal shares, as a multiple of the jobs of a full core
+MAX_WITH_OTHERS = 4  # active jobs at which no owner gets a further job, as a multiple of the room
 FEED_BYTES = 64 * 1024 * 1024  # most bytes of requests that one operation reads
 MAX_FED = 256  # most jobs that one operation reads
 LEAST_SHARE = 8  # more jobs are read once 1 / LEAST_SHARE of the room is free,
@@ -39,9 +39,9 @@ FEED_INTERVAL = 0.1  # or after these seconds: one large read costs less than ma
 MAX_LEAVING = 256  # most jobs of a group whose run has ended and whose end is not on the disk
 SUSPECTS = 1  # most suspects that one operation reads
 SUSPECT_WAIT = 30.0  # seconds during which all other jobs of a model go before its suspects
-MIN_OTHERS_TURN = 1.0  # seconds for other jobs after a suspect that went first
+MIN_OTHERS_TURN = 1.0  # least seconds for other jobs after a suspect that delayed them
 
-Group = tuple[str, int]  # (the model's name as jobs have it, priority)
+Group = tuple[str, int]  # (the model's name in the jobs, priority)
 
 
 class Backlog(Struct, eq=False):
@@ -66,8 +66,8 @@ class Backlog(Struct, eq=False):
     suspect_at: float = -math.inf  # time of the last FeedNext for a suspect
     calls: tuple[str, int] = ("", 0)  # (model, most calls that the FeedNext reads)
     owners: Counter[str] = field(default_factory=Counter)  # active jobs by owner
-    share: int = 1  # active jobs that every owner may have, in a full core too
-    others_wait: bool = False  # owners with fewer active jobs may have jobs that wait
+    share: int = 1  # active jobs that each owner may have, even if the core is full
+    others_wait: bool = False  # owners with fewer than `share` active jobs may have waiting jobs
 
     def holds_up(self, now: float) -> bool:
         """Returns whether other jobs of the model wait for a suspect of this group."""
@@ -282,7 +282,8 @@ class Feeder(Struct, eq=False):
         backlog.feeding = backlog.reads_suspect = False
         backlog.calls = "", 0
         if plan.min_starts:
-            if not result.more:  # a read with results does not search later times
+            if not result.more:
+                # A read that returns jobs does not search for later due times: `due` is unknown.
                 backlog.suspects_due = backlog.planned_at if result.jobs else due
         elif plan.but_owners:
             backlog.others_wait = len(result.jobs) >= plan.count
@@ -318,7 +319,7 @@ class Feeder(Struct, eq=False):
             backlog.suspects -= 1
             held_up = min(SUSPECT_WAIT, now - backlog.suspect_at)
             others_until = now + max(MIN_OTHERS_TURN, held_up)
-            for other in self._of_model(group[0]):  # a suspect of any priority would delay them
+            for other in self._of_model(group[0]):  # a suspect of any priority delays all
                 other.others_until = others_until
 
     def has_due(self, group: Group, now: float) -> bool:
@@ -366,7 +367,8 @@ def _waits(backlog: Backlog, now: float) -> bool:
 # start that it did not have.
 
 
-MAX_ANSWERS = 128 * 1024 * 1024  # bytes of all models; a model without answers may add one call
+# Bytes of the answers of all models. A model without answers may exceed this bound by one call.
+MAX_ANSWERS = 128 * 1024 * 1024
 LARGEST = MAX_BLOB  # most bytes of an answer
 
 

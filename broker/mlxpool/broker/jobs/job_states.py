@@ -25,11 +25,12 @@ class JobPhase(Enum):
 _W, _R, _D = JobPhase.WAITING, JobPhase.RUNNING, JobPhase.DONE
 _C, _X, _E, _G = JobPhase.CANCELLED, JobPhase.DEAD, JobPhase.EXPIRED, JobPhase.GONE
 
-# feed: its run was given to the queue of its model.  ids: ids came from a worker.
-# retryable: its run failed, or was handed back, and can be tried again.
-# final: its run failed and cannot succeed, or was tried often enough.
-# boot: the broker ended and another broker began.  release: its result is no longer needed, or was
-# kept for as long as it should be.
+# Events of a job:
+# feed: the job's run was given to the queue of its model.  ids: ids came from a worker.
+# retryable: the run failed or was handed back, and the job can be tried again.
+# final: the run failed, and the job cannot succeed or was tried often enough.
+# boot: the broker ended and another broker began.  release: the job's result is no longer needed,
+# or its retention has expired.
 TRANSITIONS: dict[JobPhase, dict[str, JobPhase]] = {
     _W: {"feed": _R, "final": _X, "cancel": _C, "deadline": _E, "boot": _W},
     _R: {

@@ -55,7 +55,7 @@ FIGURES_INTERVAL = 2.0  # seconds between two counts of the stored jobs, if no j
 RECOUNT_DELAY = 0.1  # seconds between two counts, if a job changed
 RECOUNT_COST = 20  # least interval of counts, as a multiple of a count's own time
 BACKLOG_RETRY = 1.0  # seconds until a refused ReadBacklog is tried again
-BROKER_RETRY_MS = 1000  # `retry_after_ms` of readings that the end of the broker ends
+BROKER_RETRY_MS = 1000  # `retry_after_ms` of readings that end because the broker ends
 
 
 class JobManager:
@@ -277,7 +277,7 @@ class JobManager:
         retry = None if event.final else BROKER_RETRY_MS
         error = Draining("the broker is going down", retry_after_ms=retry)
         self.readers.end_all(error)
-        if event.final:  # otherwise the next broker answers them: clients ask it again
+        if event.final:  # otherwise clients ask the next broker, which answers
             self.batches.end_all(error)
 
     def _on_batch_cancelled(self, job: JobView, now: float) -> None:

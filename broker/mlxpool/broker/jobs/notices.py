@@ -34,7 +34,7 @@ from mlxpool.broker.store.records import Notice, Notices, Refused, Result
 
 MAX_UNDER_WAY = 64  # most notices under way
 PER_ORIGIN = 8  # most notices under way to one origin
-FIRST_DELAY, MAX_DELAY = 5.0, 3600.0  # seconds until a retry; each try doubles them
+FIRST_DELAY, MAX_DELAY = 5.0, 3600.0  # seconds until the first retry; doubled by each try
 JITTER = 0.25  # largest random part of a delay, as a share
 FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0  # seconds until the first retry of an unreachable origin
 RETRY_INTERVAL = 1.0  # seconds until the next read after a refusal of the store
@@ -127,7 +127,7 @@ class NoticeQueue:
         subjects = {attempt.notice.subject for attempt in self._under_way.values()}
         for notice in sorted(result.notices, key=lambda notice: notice.end_seq):
             if notice.subject in subjects:
-                continue  # it is read again when the try under way has ended
+                continue  # the notice is read again when the try under way has ended
             subjects.add(notice.subject)
             self._under_way[notice.end_seq] = Try(notice, result.now - notice.since)
             id = notice_id(notice.kind, notice.subject, notice.end_seq)
@@ -146,7 +146,7 @@ class NoticeQueue:
         """Handles the result of an attempt to post a notice."""
         attempt = self._under_way.get(event.end_seq)
         if attempt is None:
-            return  # it was read again after a new open of the store
+            return  # the store was opened again: the notice is read and posted again
         origin = attempt.notice.origin
         if event.unreachable:
             failures = self._paused.get(origin, Pause(0, now)).failures
@@ -168,7 +168,7 @@ class NoticeQueue:
 
     def _noted(self, end_seq: int, result: Result, now: float) -> None:
         self._under_way.pop(end_seq, None)
-        refused = isinstance(result, Refused)  # then it is posted a second time
+        refused = isinstance(result, Refused)  # if refused, the notice is posted a second time
         self._due = min(self._due, now + RETRY_INTERVAL if refused else now)
 
     def _delay(self, attempt: Try, event: ev.Posted) -> float | None:

@@ -17,7 +17,7 @@ class JobPolicy(Struct, frozen=True):
     quota_jobs: int = 0
     quota_file_bytes: int = 0
     notify_url: str = ""  # URL for notices of jobs and batches without their own URL
-    notify_for: float = 86400.0  # seconds after the end until its notice is given up
+    notify_for: float = 86400.0  # seconds from a job's or batch's end until its notice is given up
     notify_allowed: Allowed = Allowed()  # frozen
 
     def told(self, notify: Notify | None) -> str:

@@ -270,8 +270,9 @@ class Readers:
         logprobs = unpack(chunk.logprobs) if chunk.logprobs else []
         delta = StreamDelta(chunk.pos, [chunk.text], bytearray(chunk.ids), logprobs)
         if reader.fetch.steps:
-            # A reader with all ids up to a retry got the end that the retry undid. `known` has
-            # the retry, because it was read before the ids that follow.
+            # A reader with all ids up to a retry has received the end that the retry undid, so the
+            # retry's mark begins the next chunk. `known` includes the retry, because `known` was
+            # read before the ids after the retry.
             retries = 0 if reader.known is None else reader.known.retries_at(chunk.pos)
             delta.steps = retries * RETRIED + chunk.borders
         facts = None if reader.known is None else reader.known.facts

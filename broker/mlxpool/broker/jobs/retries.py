@@ -10,9 +10,9 @@ from mlxpool.common import errors
 from mlxpool.common.errors import PoolError
 
 MAX_ATTEMPTS = 8  # failed runs of a job after which it is dead
-MAX_STARTS = 5  # consecutive starts without a durable id; after each the broker or machine ended
+MAX_STARTS = 5  # most starts in a row without a durable id; each ended with the broker or machine
 ALONE_STARTS = 3  # number of such starts after which the job starts alone, after all other jobs
-FIRST_DELAY, MAX_DELAY = 2.0, 60.0  # seconds until the first retry; it doubles
+FIRST_DELAY, MAX_DELAY = 2.0, 60.0  # seconds until the first retry; doubled by each retry
 JITTER = 0.25  # largest random part of a delay, as a share
 FREE_DELAY = 1.0  # seconds until the next try of a job that is not at fault
 MAX_FREE_DELAY = 60.0
@@ -21,9 +21,9 @@ MAX_FREE_DELAY = 60.0
 class Verdict(Enum):
     """The decision about a job whose run failed."""
 
-    PUT_BACK = "put back"  # it waits again, and no attempt is counted
-    RETRY = "retry"  # it waits again, and an attempt is counted
-    NEW_GENERATION = "new generation"  # its model's digest has changed: its output restarts
+    PUT_BACK = "put back"  # the job waits again, and no attempt is counted
+    RETRY = "retry"  # the job waits again, and an attempt is counted
+    NEW_GENERATION = "new generation"  # the model's digest has changed: the output restarts
     DEAD = "dead"
     EXPIRED = "expired"
 
@@ -35,8 +35,8 @@ _PUT_BACK = (
     errors.OverQuota,
     errors.UnknownModel,
     errors.ModelLoadFailed,
-    errors.DuplicateId,  # a stream had the job's id as its id
-    errors.SlowConsumer,  # the store could not take its ids for too long
+    errors.DuplicateId,  # a stream used the job's id
+    errors.SlowConsumer,  # the store did not accept the job's ids for too long
 )
 
 

@@ -170,7 +170,7 @@ class Runs:
         unfit: list[str] = []
         for row in event.rows:
             active = self.active.get(row.id)
-            # Output of a job that has ended may still come: its next run computes it again.
+            # Output of a run that has ended may still come: the job's next run computes it again.
             if active is None or active.attempt != row.attempt or not active.ran:
                 continue
             if not active.fits(row):
@@ -262,7 +262,7 @@ class Runs:
         if what is Verdict.NEW_GENERATION:
             return NewGeneration(active.id, job.gen)
         if what is Verdict.EXPIRED and now < active.deadline - 1:
-            what = Verdict.PUT_BACK  # the time limit of the stream is over, not that of the job
+            what = Verdict.PUT_BACK  # the stream's time limit is over, not the job's
         if what is Verdict.EXPIRED:
             end = packed_end(failed)
             return Finish(active.id, job.gen, JobState.EXPIRED, end, error.message)
@@ -325,7 +325,7 @@ class Runs:
     def _write(self, active: ActiveJob, now: float) -> None:
         """Gives the next operation of a job to the store, if none is under way."""
         if active.writing is not None:
-            active.write_at = math.inf  # `_written` goes on
+            active.write_at = math.inf  # `_written` continues after the present write
             return
         chunk = active.chunk()
         operation = active.next_operation(chunk, patient=self._is_patient(active, now))
@@ -408,7 +408,7 @@ class Runs:
         """Ends a job with its durable ids, because the store can never accept the operation."""
         if isinstance(operation, Finish) and operation.state is JobState.DEAD:
             active.drop_steps()
-            return  # this end is short: the steps beside it were too large
+            return  # the end is short: only its steps were too large
         if active.ran:
             self._cancel_run(active)
         if active.outcome is None:

@@ -32,9 +32,10 @@ _C, _W, _F, _B = ModelState.COLD, ModelState.WANTED, ModelState.FAILED, ModelSta
 _DRAINING, _DRAINED = ModelState.DRAINING, ModelState.DRAINED
 _FAILURES = {"load failed": _F, "breaker opened": _B, "worker failed": _C}
 
-# want: a request or a setting needs it.  start: its slots may be filled now.
-# served: a request ended in a worker.  mended: its files or settings have changed.
-# give up: all waiting requests failed.  reopen: admits requests again.
+# Events of a model:
+# want: a request or a setting needs the model.  start: the model's slots may be filled now.
+# served: a request ended in a worker.  mended: the model's files or settings have changed.
+# give up: all waiting requests failed.  reopen: the model admits requests again.
 TRANSITIONS: dict[ModelState, dict[str, ModelState]] = {
     _C: {
         "want": _W, "served": _C, "mended": _C, "unload": _C, "give up": _C,
@@ -114,7 +115,7 @@ class Model(Struct, eq=False):
     idle_since: float = 0.0  # time since when it is idle; 0: in use, or without a ready worker
     speed: WorkerSpeed = field(default_factory=WorkerSpeed)  # speed of all its workers together
     answer_tokens: float = MAX_OUTPUT  # mean number of tokens of an answer
-    scale: ReplicaScale = field(default_factory=ReplicaScale)  # if replicas follow the load
+    scale: ReplicaScale = field(default_factory=ReplicaScale)  # used if replicas follow the load
     kept: float | None = None  # seconds for which a client keeps it when idle; None: see keep_alive
     last_error: Mapping[str, object] | None = (
         None  # body of the error that its last worker reported

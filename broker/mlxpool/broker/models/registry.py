@@ -111,7 +111,7 @@ class Registry:
         """
         known = self.names.known.get(name)
         if known is None or (about.get("partial") and known.about):
-            return  # the known description stays while files are read again
+            return  # keeps the known description while files are read again
         if known.fault is not None and not about.get("problems"):
             self._mend(self.models[known.model])
         known.about = about
@@ -136,7 +136,7 @@ class Registry:
         if alias is None or not model.unused:
             return
         if not all(self.names.are_aliases(member, alias) for member in members):
-            return  # some files were not read yet; after that this is tried again
+            return  # some files were not read yet; tried again after they were
         del self.models[model.name]
         for slot in model.slots:
             del self.slots[slot.name]

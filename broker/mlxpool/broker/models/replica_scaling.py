@@ -18,8 +18,8 @@ from mlxpool.broker.requests.request import Request
 from mlxpool.common.config.schema import Scaling
 
 HOLD = 2.0  # seconds of too high a load before workers are added
-FULL = 0.75  # largest share of its sequences that a worker may run after a scale-down
-MAX_COUNTED = 1024  # most requests of a queue whose tokens are counted; the others get the mean
+FULL = 0.75  # after a scale-down each worker runs at most this share of its sequences
+MAX_COUNTED = 1024  # most requests of a queue whose tokens are counted; others count as the mean
 
 
 class ReplicaLoad(Struct, frozen=True):
@@ -36,8 +36,8 @@ class ReplicaScale(Struct, frozen=True):
     """The wanted number of a model's workers, and since when the load needs more or fewer."""
 
     wanted: int = 0
-    high_since: float | None = None  # time since when more are needed; None: no more are needed
-    low_since: float | None = None  # time since when fewer are enough; None: all are needed
+    high_since: float | None = None  # time since when more workers are needed; None: not needed
+    low_since: float | None = None  # time since when fewer workers are enough; None: not enough
     peak: int = 0  # most workers needed since `low_since`
 
 
@@ -57,9 +57,9 @@ def needed(load: ReplicaLoad, wanted: int, rules: Scaling) -> int:
     still starting.
     """
     by_waiting = math.ceil(load.waiting_tokens / rules.waiting_tokens)
-    # Only one worker reads a long prompt.
+    # Only one worker reads a long prompt, so each waiting request adds at most one worker.
     by_waiting = min(by_waiting, wanted + load.waiting)
-    # More workers than wanted may serve: a restarted broker finds them.
+    # More workers than wanted may serve, if they connect to a restarted broker.
     by_running = min(max(wanted, load.workers), math.ceil(load.running / (FULL * load.sequences)))
     return max(rules.min, min(rules.max, max(by_waiting, by_running)))
 

@@ -30,7 +30,7 @@ from mlxpool.common.web_targets import Allowed
 
 PREFIX = "whsec_"
 MIN_SECRET, MAX_SECRET = 24, 64  # bytes
-MAX_SECRETS = 4  # several secrets all sign, while a new secret replaces an old one
+MAX_SECRETS = 4  # all secrets sign, so that a new secret can replace an old one
 MAX_FILE = 1024  # bytes
 SETTING = "pool.job_notify_secret"
 

@@ -24,8 +24,8 @@ from mlxpool.common.config.schema import GATEWAY_VARIABLE, GatewayConfig, PoolCo
 from mlxpool.common.transport import listening
 
 RECORD = "gateway"
-# Seconds for which an earlier broker's gateway may still use the address. It stops listening
-# once its broker has ended.
+# Seconds for which an earlier broker's gateway may still use the address. The gateway stops
+# listening once its broker has ended.
 EARLIER_GATEWAY_TIME = 2.0
 RETRY_INTERVAL = 0.02  # seconds
 BEATS = 4  # heartbeats in `beat_limit`
@@ -169,7 +169,7 @@ def _listen(address: str, records: ProcessRecords) -> list[socket.socket]:
             return listening.listen(host, port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and waits:
-                # One more try after the process has ended, which may be just now.
+                # One more try follows the end of the last process, which may have ended just now.
                 waits = records.any_alive()
                 if waits and time.monotonic() >= give_up_at:
                     records.kill_survivors()

@@ -35,7 +35,7 @@ from mlxpool.common.protocol.from_worker import Beat, Hello, ProgressSample
 from mlxpool.common.protocol.to_worker import Stop
 
 MAX_REMOTE_WORKERS = 4096
-MAX_MODELS = 10_000  # number of names above which a worker may not bring a new name
+MAX_MODELS = 10_000  # number of models from which on a worker may not add a new model
 
 
 class RemoteSlot(Struct, eq=False):

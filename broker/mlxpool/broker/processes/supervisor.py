@@ -43,14 +43,14 @@ class Child(Struct, eq=False):
     exit_descriptor: int
     block: Block
     dump_path: Path
-    oom_kills: int = 0  # the kernel's count of OOM kills at its start
-    kill_at: float = 0.0  # time for SIGKILL; 0: it is not being stopped
+    oom_kills: int = 0  # the kernel's count of OOM kills when the worker started
+    kill_at: float = 0.0  # time for SIGKILL; 0: the worker is not being stopped
     commanded: bool = False
-    dumped: bool = False  # its stacks were requested
+    dumped: bool = False  # the worker's stacks were requested
     used_token: str = ""  # the token of the newest connection, see `accepts`
     rank_blocks: tuple[Block, ...] = ()  # in a group: the blocks of ranks 1 and higher
     gpus: tuple[str, ...] = ()  # the GPUs of this worker, one for each rank
-    log_begin: int = 0  # bytes of the slot's log at its start
+    log_begin: int = 0  # size of the slot's log in bytes when the worker started
 
     @property
     def pid(self) -> int:
@@ -346,7 +346,7 @@ class Supervisor:
     def reap(self, slot: str) -> WorkerExit:
         """Collects an ended worker, and kills the remaining processes of its group."""
         child = self.children.pop(slot)
-        kill_group(child.process.pid)  # before `wait`, while the group id is still its own
+        kill_group(child.process.pid)  # before `wait`, after which the group id may be reused
         code = child.process.wait()
         if self.dial is None:
             self.places.release(slot)
@@ -441,7 +441,7 @@ def _signal_rank(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGUSR1)
     except OSError:
-        pass  # it has ended
+        pass  # the process has ended
 
 
 def _pidfd(process: subprocess.Popen[bytes]) -> int:

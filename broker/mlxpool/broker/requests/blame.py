@@ -9,7 +9,7 @@ from mlxpool.broker.requests.request import IDLE_RANK
 ALONE_CHARGE = 1.0  # least charge of a request that runs alone
 POISON_CHARGE = 2.0  # least charge at which a request is refused
 MAX_RESUMES = 2  # most consecutive resumes without a new token
-MAX_RESUMES_ALONE = 4  # MAX_RESUMES of a request that runs alone: its next lost worker decides
+MAX_RESUMES_ALONE = 4  # MAX_RESUMES of a request that runs alone: the next lost worker decides
 MAX_WAIT = 30.0  # seconds for which a charged job yields to requests of a higher rank
 MAX_WAIT_IDLE = 300.0  # MAX_WAIT of an idle job: each of its runs needs an empty worker
 

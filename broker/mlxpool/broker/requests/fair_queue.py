@@ -20,8 +20,8 @@ from mlxpool.common.protocol.images import TOKENS_PER_IMAGE
 
 QUANTUM = 512  # tokens by which an owner's deficit grows in each round
 MAX_COST = 64 * 1024  # most tokens that count for one request
-# Most decode tokens that count for a request: it keeps its place for at most a turn while an
-# owner without places waits, see place_shares.py.
+# Most decode tokens that count for a request. While an owner without places waits, a request keeps
+# its place for at most a turn, see place_shares.py.
 MAX_DECODE_COST = 512
 BYTES_PER_TOKEN = 4  # approximate bytes per token of a prompt; only shares depend on it
 
@@ -154,7 +154,7 @@ class Queue:
         self.count = 0  # number of fresh and resumed requests
         self.ranked = [0] * RANKS  # number of requests by rank
         self.charged = 0  # number of requests with a bound, see Run.batch_bound
-        self.bytes = 0  # of prompts
+        self.bytes = 0  # bytes of prompts
 
     def __len__(self) -> int:
         return self.count

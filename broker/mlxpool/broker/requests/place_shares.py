@@ -85,7 +85,7 @@ def decide(
     turns = [(places[owner], order, owner) for order, owner in enumerate(waiting)]
     heapq.heapify(turns)  # the owner with the fewest places first
     gives: list[tuple[Request, str]] = []
-    refused: dict[tuple[int, int, Collection[int]], float] = {}  # equal requests get none either
+    refused: dict[tuple[int, int, Collection[int]], float] = {}  # equal requests are refused too
     again = math.inf
     while turns:
         own, order, taker = heapq.heappop(turns)
@@ -166,7 +166,7 @@ class Places(Struct, eq=False):
 
     held: Counter[str] = field(default_factory=Counter)
     promised: Counter[str] = field(default_factory=Counter)  # places that runs are giving up
-    _taken: Counter[str] = field(default_factory=Counter)  # held places that others gave up
+    _taken: Counter[str] = field(default_factory=Counter)  # held places that other owners gave up
     _kept: deque[tuple[float, str]] = field(default_factory=deque)  # (until when, owner)
 
     def get(self, owner: str) -> None:

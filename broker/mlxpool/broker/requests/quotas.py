@@ -20,7 +20,7 @@ class Rates:
     """
 
     def __init__(self) -> None:
-        self._accounts: dict[str, tuple[float, float]] = {}  # owner -> (remaining amount, its time)
+        self._accounts: dict[str, tuple[float, float]] = {}  # owner -> (remaining amount, time)
 
     def spend(self, owner: str, amount: float, limit: float, now: float) -> None:
         """Counts `amount` against the owner's limit of `limit` a second."""

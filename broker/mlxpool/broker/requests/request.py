@@ -88,7 +88,7 @@ class Run:
     lost_at: float = 0.0  # time of its release, until the next lease; else 0
     resumes: list[tuple[float, float]] = field(default_factory=list)  # released, leased again
     measured_ids: int = 0  # ids that the histograms have counted
-    measured_at: float = 0.0  # time at which the newest of them came; 0: never
+    measured_at: float = 0.0  # time at which the newest measured id came; 0: never
 
     @property
     def taken(self) -> int:
@@ -130,7 +130,7 @@ class Reader:
     acked: int = 0
     unread: deque[StreamDelta] = field(default_factory=deque)
     unread_bytes: int = 0
-    blocked_since: float = 0.0  # time since when output waits for a full window; 0: it does not
+    blocked_since: float = 0.0  # time since when output waits for the window; 0: no wait
 
 
 @dataclass(eq=False, slots=True)

@@ -111,7 +111,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._pieces: OrderedDict[bytes, int] = OrderedDict()  # key -> tokens in the piece
-        self.tokens = 0  # of all pieces
+        self.tokens = 0  # tokens of all pieces
 
     def __len__(self) -> int:
         return len(self._pieces)

@@ -19,7 +19,7 @@ from mlxpool.broker.routing.worker_speed import WorkerSpeed, prompt_ms_of, step_
 # computes less for it is chosen. In simulations, weights of 1.1 and more delayed the first tokens
 # of a prompt that many requests have.
 READ_WEIGHT = 1.02
-MAX_OUTPUT = 200  # most tokens of an answer that count: later steps are unknown
+MAX_OUTPUT = 200  # most output tokens that count in a cost: the true number is unknown
 TRUST_WEIGHT = 0.1  # weight of the newest request in `trust`
 MAX_SESSIONS = 512  # most sessions remembered of a worker
 MAX_GROUPS = 512  # most groups remembered of a worker
@@ -42,11 +42,11 @@ class Route(Struct, eq=False):
     index: PrefixIndex = field(default_factory=PrefixIndex)
     speed: WorkerSpeed = field(default_factory=WorkerSpeed)
     trust: float = 1.0  # ratio of cached to predicted tokens, averaged over requests
-    sessions: dict[tuple[str, str], int] = field(default_factory=dict)  # -> tokens of the prompt
+    sessions: dict[tuple[str, str], int] = field(default_factory=dict)  # -> newest prompt's tokens
     groups: dict[tuple[str, str], None] = field(default_factory=dict)  # (owner, group of choices)
     predicted: dict[int, int] = field(default_factory=dict)  # run -> predicted cached tokens
-    unread: dict[int, int] = field(default_factory=dict)  # run without a first token -> tokens
-    evicted: int = 0  # tokens that its cache has evicted, by the newest heartbeat
+    unread: dict[int, int] = field(default_factory=dict)  # run -> prompt tokens still to read
+    evicted: int = 0  # tokens evicted from the worker's cache, as of the newest heartbeat
 
     def found(self, demand: Demand) -> int:
         """Returns the number of a prompt's leading tokens that were sent to the worker before."""
@@ -168,8 +168,8 @@ def cost_ms(
 
 # ---- choice of a pair ----------------------------------------------------------------------------
 #
-# The requests are the first requests of the owner whose turn it is. A later request passes an
-# earlier request if it loses less on a free worker. A request is passed at most MAX_PASSED times.
+# The requests are the first requests of the owner that is next. A later request overtakes an
+# earlier request if its loss (see Pair) is lower. A request is overtaken at most MAX_PASSED times.
 # No request waits while a worker is free: in simulations a wait of up to 50 ms for a cheaper worker
 # made no first token earlier.
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-DEFAULT_PROMPT_MS = 1.0  # ms of a prompt token, until a worker of the model has read one
-DEFAULT_STEP_MS = 30.0  # ms of a decode step with one row, until a worker of the model has made one
+DEFAULT_PROMPT_MS = 1.0  # ms per prompt token, until a worker of the model has read a prompt
+DEFAULT_STEP_MS = 30.0  # ms of a decode step of one row, before the first measured step
 DEFAULT_ROW_MS = 1.0  # ms that each further row adds to a decode step
-DECAY = 0.97  # factor on the weight of earlier heartbeats at each heartbeat
-REST_DECAY = 0.93  # DECAY at each heartbeat of an idle worker
-PRIOR = 0.25  # weight of the speed of all the model's workers, in heartbeats
+DECAY = 0.97  # factor by which each measurement lowers the weight of earlier ones
+REST_DECAY = 0.93  # the same factor for each heartbeat of an idle worker
+PRIOR = 0.25  # weight of the model's mean speed, as a number of measurements
 
 
 class WorkerSpeed(Struct, eq=False):
@@ -28,7 +28,7 @@ class WorkerSpeed(Struct, eq=False):
     prompt_ms: float = 0.0  # 0 until the worker has read a prompt
     _prompt_weight: float = 0.0
     _weight: float = 0.0
-    _rows: float = 0.0  # weighted sums
+    _rows: float = 0.0  # weighted sums, like the next three fields
     _rows_squared: float = 0.0
     _ms: float = 0.0
     _rows_ms: float = 0.0
@@ -70,7 +70,7 @@ class WorkerSpeed(Struct, eq=False):
         spread = self._rows_squared / self._weight - mean_rows**2
         together = self._rows_ms / self._weight - mean_rows * mean_ms
         slope = max(0.0, together / spread) if spread > 0.25 else 0.0
-        # A step with few rows takes time even if the fit, outside its data, gives less.
+        # For few rows the extrapolated fit may be near 0 or negative, but every step takes time.
         return max(mean_ms + slope * (rows - mean_rows), 0.1 * mean_ms)
 
 

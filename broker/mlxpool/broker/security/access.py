@@ -14,7 +14,7 @@ from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.transport import keys
 
 ADDRESS = "inproc://zeromq.zap.01"
-MAX_PER_TURN = 64  # most requests answered before streams are served
+MAX_PER_TURN = 64  # most requests answered before other sockets are read
 LOG_INTERVAL = 1.0  # seconds between two log lines about refusals: a flood must not fill the disk
 VERSION = b"1.0"
 MIN_FIELDS = 6  # least number of fields of a request
@@ -59,8 +59,9 @@ class ZapHandler:
         if version != VERSION:
             return ""
         if mechanism == b"NULL":
-            # With a secret key all tcp is CURVE, so this connection is on ipc, in a folder of this
-            # user. The address is localhost:UID:GID:PID if the kernel gives credentials.
+            # There is a secret key, so every tcp endpoint uses CURVE. This is an ipc connection;
+            # its socket is in a folder of this user. The address is localhost:UID:GID:PID if the
+            # kernel gives credentials.
             uid = address.decode("latin-1").split(":")[1:2]
             return f"{UID}{uid[0] if uid else 'unknown'}"
         public = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else ""
@@ -87,7 +88,7 @@ class ZapHandler:
 
 log = logging.getLogger("mlxpool.broker")
 
-ROLES = {"front": "client", "back": "worker", "admin": "admin"}  # by socket
+ROLES = {"front": "client", "back": "worker", "admin": "admin"}  # socket -> role of its peers
 
 
 class AccessControl:

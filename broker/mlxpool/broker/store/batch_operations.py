@@ -73,7 +73,7 @@ class BatchState(StrEnum):
     FED = "fed"  # every line is a job or a failed line
     ENDED = "ended"
     CANCELLED = "cancelled"
-    GONE = "gone"  # the key is remembered until `key_life` has passed
+    GONE = "gone"  # the results are deleted; the key is kept until `key_life` has passed
 
 
 class BatchView(Result, Struct, frozen=True):
@@ -102,8 +102,8 @@ class BatchView(Result, Struct, frozen=True):
     keep: float | None
     notify: str
     forget: float | None = None
-    end_seq: int = 0  # the number of its end in the order of all ends; 0 before its end
-    notice: str = ""  # "waiting" or "given_up" if the notice of its end was not delivered
+    end_seq: int = 0  # number of the batch's end in the order of all ends; 0 before the end
+    notice: str = ""  # "waiting" or "given_up" if the notice of the end was not delivered
     deleted: Outcomes = Outcomes.NONE  # the results that were deleted before their expiry
 
     @property
@@ -173,7 +173,7 @@ class LineOutcome(Struct, frozen=True):
     job: JobView | None
     text: str = ""
     ids: bytes = b""
-    logprobs: tuple[bytes, ...] = ()  # packed lists
+    logprobs: tuple[bytes, ...] = ()  # packed lists of log-probabilities
     whole: bool = True
     answer: tuple[bytes, ...] = ()
 

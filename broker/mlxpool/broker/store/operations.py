@@ -422,7 +422,7 @@ class ExportJobs(Operation, Struct, frozen=True):
     """
 
     writes: ClassVar[bool] = False
-    cursor: Cursor = Cursor()  # frozen
+    cursor: Cursor = Cursor()  # may be shared: a Cursor is frozen
     count: int = 100
     max_bytes: int = 1024 * 1024
     states: tuple[JobState, ...] = ()

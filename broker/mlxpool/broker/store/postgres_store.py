@@ -25,7 +25,7 @@ from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener, SqlStore
 
 LOCK = 0x6D6C7870  # "mlxp": the first half of the advisory lock's number
-LOCK_WAIT = 2.0  # seconds that the server has to notice the end of the last session
+LOCK_WAIT = 2.0  # seconds to wait until the server notices the end of the last session
 # Timeouts for a server that does not answer: seconds, but tcp_user_timeout is in milliseconds.
 CONNECTION = {
     "connect_timeout": 10,
@@ -100,11 +100,11 @@ class PostgresDatabase(Database):
         try:
             self._connection.execute("ROLLBACK")
         except psycopg.Error:
-            pass  # there is no transaction after the loss of the session
+            pass  # the session is lost, and its transaction with it
 
     def lock_boot(self) -> int:
-        # A broker that takes the store over either waits for this transaction, or has already
-        # stored its own number, which this query then returns.
+        # The query locks the row: a broker that takes over the store waits until this transaction
+        # ends. If it has already stored its own boot number, the query returns that number.
         return self.number("SELECT boot FROM meta FOR UPDATE")
 
     def used_bytes(self) -> int:
@@ -121,7 +121,7 @@ class PostgresDatabase(Database):
         self.change("INSERT INTO store_version (version) VALUES (?)", version)
 
     def close(self) -> None:
-        try:  # without this, the lock ends only when the server notices the end of the session
+        try:  # otherwise the server holds the lock until it notices the end of the session
             self._connection.execute("SELECT pg_advisory_unlock_all()")
         except psycopg.Error:
             pass

@@ -60,7 +60,7 @@ class JobState(StrEnum):
     CANCELLED = "cancelled"
     DEAD = "dead"
     EXPIRED = "expired"
-    GONE = "gone"  # its result is deleted; the key is remembered until `key_life` has passed
+    GONE = "gone"  # the result is deleted; the key is kept until `key_life` has passed
 
 
 ENDED = frozenset({JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EXPIRED})

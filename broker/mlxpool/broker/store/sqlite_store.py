@@ -20,9 +20,9 @@ from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.sql_store import ADMIT_SHARE, KEY_LIFE, Opener, SqlStore
 from mlxpool.broker.store.state_dir import RESERVE_BYTES, StateDir, make_private, sync
 
-MIN_VERSION = (3, 37, 0)  # STRICT tables, RETURNING
+MIN_VERSION = (3, 37, 0)  # the first version with STRICT tables and RETURNING
 PAGE = 4096  # bytes
-# The order matters: the lock before the first access to the log, auto_vacuum before the tables.
+# The order matters: locking_mode before the first access to the log, auto_vacuum before tables.
 PRAGMAS = {
     "locking_mode": "EXCLUSIVE",
     "page_size": str(PAGE),
@@ -32,7 +32,7 @@ PRAGMAS = {
     "fullfsync": "1",  # has an effect only on macOS
     "checkpoint_fullfsync": "1",
     "secure_delete": "ON",
-    "wal_autocheckpoint": "0",  # `tend` copies the log, when no result waits
+    "wal_autocheckpoint": "0",  # `tend` copies the log, after the results were handed out
     "foreign_keys": "OFF",
     "temp_store": "MEMORY",
     "cache_size": "-16384",  # KiB
@@ -40,7 +40,7 @@ PRAGMAS = {
 NO_BOUND = 1 << 44  # bytes
 LOG_HEAD, FRAME_HEAD = 32, 24  # bytes before the frames of the log, and before each page in it
 LOG_BYTES = 32 * 1024 * 1024  # length of the log above which it is copied
-RESERVE_PAUSE = 60.0  # seconds until a deleted reserve is allocated again
+RESERVE_PAUSE = 60.0  # seconds until a deleted reserve file is allocated again
 FREE_PAGES = 256  # most free pages that one call gives back
 # Result codes after which this connection cannot be trusted.
 BROKEN = frozenset(
@@ -83,7 +83,7 @@ class SqliteDatabase(Database):
             if name == "journal_mode" and (row is None or row[0] != "wal"):
                 raise StoreUnusable(f"SQLite cannot use a write-ahead log for {self.path}: {row}")
         self.execute(f"PRAGMA max_page_count = {max(64, max_bytes // PAGE)}")
-        self.begin()  # takes and keeps the lock
+        self.begin()  # locks the file; the lock stays after the rollback
         self.rollback()
         if self.path.with_name(self.path.name + "-shm").exists():
             raise StoreInUse(f"another process has {self.path} open")
@@ -126,7 +126,7 @@ class SqliteDatabase(Database):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error:
-            pass  # its owner closes a failed connection
+            pass  # the owner of this object closes a failed connection
 
     def used_bytes(self) -> int:
         pages = self.number("PRAGMA page_count") - self.number("PRAGMA freelist_count")
@@ -153,13 +153,14 @@ class SqliteDatabase(Database):
         """
         salt = self._log_salt()
         row = self.one("PRAGMA wal_checkpoint(PASSIVE)")
-        if row is not None and row[1] == row[2]:  # (frames in the log, copied frames)
+        if row is not None and row[1] == row[2]:  # frames in the log, copied frames
             self._copied_salt = salt
 
     def give_back(self, pages: int) -> None:
         """Gives free pages back to the file system, outside a transaction."""
         try:
-            # `execute` makes one step, which is one page; a script is run to its end.
+            # `execute` would run one step of the pragma, which frees one page; `executescript` runs
+            # all steps.
             self._connection.executescript(f"PRAGMA incremental_vacuum({pages})")
         except sqlite3.Error as error:
             raise self._translated(error) from error
@@ -217,7 +218,7 @@ class SqliteStore(SqlStore):
 
     def begin(self, boot: int, now: float) -> None:
         super().begin(boot, now)
-        self._hold_reserve_at = now + RESERVE_PAUSE  # the opening may have deleted the reserve
+        self._hold_reserve_at = now + RESERVE_PAUSE  # opening may have deleted the reserve file
 
     def transaction(self, operations: Sequence[Operation], now: float) -> list[Result]:
         if not self._holds_reserve and any(operation.admits for operation in operations):

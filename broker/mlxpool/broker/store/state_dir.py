@@ -17,7 +17,7 @@ from mlxpool.broker.store.records import StoreInUse, StoreUnusable, StoreUnwrita
 from mlxpool.common.closing import Closing
 from mlxpool.common.files import FolderLocked, lock_folder
 
-RESERVE_BYTES = 64 * 1024 * 1024  # bytes of the reserve file: even a delete needs room
+RESERVE_BYTES = 64 * 1024 * 1024  # bytes of the reserve: on a full disk even deletions need room
 # File systems on which a lock or an fsync may not be valid for other machines.
 NETWORK = frozenset(
     {
@@ -137,7 +137,8 @@ def create(path: Path) -> None:
 
 def make_private(path: Path) -> None:
     """Creates an empty file that no other user can read, unless the file exists. Raises OSError."""
-    if not path.exists():  # closing a descriptor of a file ends this process's locks on it
+    # An existing file is not opened: closing its descriptor would end this process's locks on it.
+    if not path.exists():
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
@@ -201,7 +202,7 @@ def _allocate(path: Path, size: int) -> None:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size)
         else:
-            block = os.urandom(1 << 20)  # the file system may store zeros without blocks
+            block = os.urandom(1 << 20)  # a file system may allocate no blocks for zeros
             for start in range(0, size, len(block)):
                 os.write(descriptor, block[: size - start])
         os.fsync(descriptor)

@@ -25,9 +25,9 @@ from mlxpool.broker.store.records import (
 )
 from mlxpool.broker.store.sql.sql_store import Opener
 
-GATHER = 0.1  # seconds for which output waits for more operations
+GATHER = 0.1  # seconds for which operations wait for more, if none is urgent
 ADMIT_SHARE = 2  # new work may take 1 / ADMIT_SHARE of the inbox
-OPERATION_BYTES = 512  # bytes of an operation without its data
+OPERATION_BYTES = 512  # bytes that an operation counts in addition to its data
 
 
 class Bounds(Struct, frozen=True):
@@ -56,8 +56,8 @@ class Inbox:
         self._bounds = bounds
         self._changed = threading.Condition()
         self._waiting: deque[Operation] = deque()
-        self._urgent = 0  # waiting urgent operations
-        self._operations = self._bytes = 0  # those in work included
+        self._urgent = 0  # number of waiting urgent operations
+        self._operations = self._bytes = 0  # of operations from `offer` until `done`
         self._since = 0.0  # arrival of the oldest waiting operation
         self._closed: Refused | None = None
         self._paused: Refused | None = None
@@ -212,7 +212,7 @@ class HealthState(StrEnum):
 
     OK = "ok"
     FULL = "full"  # the disk is full: new jobs are refused, running jobs' output is kept
-    FAILED = "failed"  # the disk failed: all operations are refused until the store is open
+    FAILED = "failed"  # the disk failed: all operations are refused until the store is open again
     FENCED = "fenced"  # another broker owns the store: this broker must end
     CLOSED = "closed"
 
@@ -261,7 +261,7 @@ class StoreWriter(threading.Thread):
         except BaseException:
             self._store.close()
             raise
-        # Operations without a result; they stay in later turns only while the disk is full.
+        # Operations without a result. Only a full disk leaves operations here after a `_turn`.
         self._open: list[Operation] = []
         self._state, self._reason = HealthState.OK, ""
         self._busy_since: float | None = None
@@ -299,7 +299,7 @@ class StoreWriter(threading.Thread):
     def close(self, timeout: float | None = None) -> bool:
         """Commits the waiting operations and closes the store. Returns False after the timeout."""
         self._inbox.close(Refused("store_closed", "the broker ends; send it again to the next one"))
-        if self.ident is None:  # it was never started
+        if self.ident is None:  # the thread was never started
             self._end()
         else:
             self.join(timeout)
@@ -311,7 +311,7 @@ class StoreWriter(threading.Thread):
         try:
             while self._turn():
                 pass
-        except Exception as error:  # a bug must not leave operations without a result
+        except Exception as error:  # even after a bug each operation must get a result
             log.exception("the thread of the store ended")
             self._give_up(HealthState.FAILED, f"the thread of the store ended: {error!r}")
         finally:
@@ -372,7 +372,7 @@ class StoreWriter(threading.Thread):
         for operation in others:
             writes = operation.writes and not operation.frees
             if writes and not self._perform_alone(operation):
-                return  # this write and all later writes stay open
+                return  # this write and all later writes are tried again later
         self._change(HealthState.OK, "")
 
     def _perform_alone(self, operation: Operation) -> bool:
@@ -433,7 +433,7 @@ class StoreWriter(threading.Thread):
         for operation in operations if self._open else ():
             index = next(i for i, open_one in enumerate(self._open) if open_one is operation)
             del self._open[index]
-        self._inbox.done(operations)  # before the results, so that their receivers find the room
+        self._inbox.done(operations)  # first: receivers of the results may use the space
         self._results.extend(zip(operations, results, strict=True))
         if operations:
             self._wake()

@@ -20,8 +20,8 @@ from mlxpool.broker.telemetry.snapshot import Snapshot
 from mlxpool.common.metrics import Frozen
 
 POINT_INTERVAL = 2.0  # seconds
-MAX_POINTS = 300  # ten minutes
-QUANTILE_POINTS = 30  # points for a quantile: a minute
+MAX_POINTS = 300  # points of ten minutes
+QUANTILE_POINTS = 30  # points of the last minute, for quantiles
 COLUMN_SECONDS = 10.0  # seconds of a column in the plot of a model
 MAX_COLUMNS = 60
 
@@ -36,10 +36,10 @@ class Point(Struct, frozen=True):
     """
 
     at: float
-    seconds: float  # since the previous point
+    seconds: float  # seconds since the previous point
     tokens: Mapping[str, int]  # increase of tokens, of each model that made tokens
     first_token: Buckets  # increase of first tokens, by the buckets FIRST_TOKEN
-    median: float | None  # seconds to the first token in the last minute
+    median: float | None  # median seconds to the first token, over the last minute
     p95: float | None  # 95th percentile of these times
     running: int
     waiting: int
@@ -68,8 +68,8 @@ class RateColumn(Struct, eq=False):
     when the plot moves on.
     """
 
-    number: int  # its start time / COLUMN_SECONDS
-    seconds: float  # seconds of its points
+    number: int  # the column's start time / COLUMN_SECONDS
+    seconds: float  # sum of the seconds of the column's points
     tokens: Counter[str]
 
 
@@ -155,7 +155,7 @@ class RecentHistory:
         if self.columns and self.columns[-1].number == number:
             self.columns[-1].seconds += seconds
             self.columns[-1].tokens.update(tokens)
-        else:  # complete before another thread can read the column and divide by its seconds
+        else:  # appended when complete: another thread may read it, and divides by its seconds
             self.columns.append(RateColumn(number, seconds, Counter(tokens)))
 
     def _new_first_tokens(self, snapshot: Snapshot) -> Buckets:

@@ -30,7 +30,7 @@ FAILING_SHARE = 0.05  # share of ended streams that failed because of the pool
 OF_MODELS = (
     ModelLoadFailed.code,
     ModelUnavailable.code,
-)  # error codes that a fault of the model explains
+)  # error codes whose cause is a fault of the model
 MAX_DETAILS = 5
 MAX_DETAIL_CHARS = 300
 

@@ -25,7 +25,7 @@ from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.metrics import Frozen, Histogram
 from mlxpool.common.protocol.from_worker import Beat
 
-GATEWAY = "gateway"  # used in place of the name of a slot, which always has a slash
+GATEWAY = "gateway"  # used in place of a slot's name; a real slot's name has a slash
 MAX_LIVE = 12  # most requests in a snapshot
 MAX_PHASE_CHARS = 20  # most characters of a phase, a word that the worker chooses
 _NO_FIGURES = Figures()  # figures of a model without requests
@@ -44,9 +44,9 @@ class BrokerInfo(Struct, frozen=True):
     full_links: int  # full client connections, see Backlogs
     backlog_bytes: int  # bytes waiting for full connections
     given_up: int  # connections closed because their client read too little
-    front_shut: int  # number of times that the front was unbound
+    front_shut: int  # number of times that the front socket was unbound
     turned_out: int  # connections closed because memory was short
-    descriptors: int  # most file descriptors of this process
+    descriptors: int  # limit on the file descriptors of this process
     endpoints: Mapping[str, list[str]]  # endpoints outside the run directory
     metrics: str | None  # the URL of the HTTP server
     trouble: str = ""  # why new workers and commands cannot reach the pool, else ""
@@ -73,13 +73,13 @@ class ModelSnapshot(Struct, frozen=True):
 
     name: str
     state: str
-    available: bool  # requests for it would be accepted
-    used: bool  # it has workers or waiting requests, or had a request
+    available: bool  # True if new requests for the model are accepted
+    used: bool  # True if the model has workers or waiting requests, or had a request
     waiting: int
     waiting_bytes: int
     oldest_wait: float  # wait of the oldest queued request, in seconds; 0 for an empty queue
     running: int  # requests assigned to workers
-    workers: Mapping[str, int]  # by state
+    workers: Mapping[str, int]  # number of workers by state
     replicas_wanted: int  # the target number of workers; 0 if other supervisors start all workers
     counts: Mapping[str, int]  # the integer counters of metrics.Figures, by name
     outcomes: Mapping[str, int]
@@ -101,7 +101,7 @@ class RankSnapshot(Struct, frozen=True):
 
     pid: int
     phase: str
-    progress_age: float  # seconds since its progress counter changed
+    progress_age: float  # seconds since the rank's progress counter changed
     rss: int  # bytes
 
 
@@ -118,14 +118,14 @@ class WorkerSnapshot(Struct, frozen=True):
     state: str = "none"
     pid: int | None = None
     epoch: int | None = None
-    running: int = 0  # requests that the broker assigned to it
-    tokens: int = 0  # tokens received from it
+    running: int = 0  # requests that the broker assigned to the worker
+    tokens: int = 0  # tokens received from the worker
     uptime: float = 0.0
-    load_s: float | None = None  # seconds from its start until it was ready
-    beat_age: float = 0.0  # seconds since its last heartbeat, or its start
-    progress_age: float = 0.0  # seconds since its progress counter changed
+    load_s: float | None = None  # seconds from the worker's start until it was ready
+    beat_age: float = 0.0  # seconds since the worker's last heartbeat, or its start
+    progress_age: float = 0.0  # seconds since the worker's progress counter changed
     suspect: bool = False
-    cause: str = ""  # why it is suspect, or why the broker ended it
+    cause: str = ""  # why the worker is suspect, or why the broker ended it
     remote: bool = False
     host: str | None = None
     context: int | None = None
@@ -187,7 +187,7 @@ class LiveRequest(Struct, frozen=True):
     state: str  # queued | assigned | streaming
     slot: str
     tokens: int
-    age: float  # seconds since it was accepted
+    age: float  # seconds since the request was accepted
 
 
 class Snapshot(Struct, frozen=True):
@@ -198,11 +198,11 @@ class Snapshot(Struct, frozen=True):
     sizes: Mapping[str, int]  # number of entries in each map of the core
     models: tuple[ModelSnapshot, ...]
     workers: tuple[WorkerSnapshot, ...]
-    lag: float  # seconds of lag, see edge/loop.py, LoopLag
+    lag: float  # lag of the broker's loop in seconds, see LoopLag in edge/loop.py
     memory_limit: int  # bound on the bytes of all workers together
-    listing: tuple[Mapping[str, Any], ...] = ()  # a row for each name, with its path
-    faults: tuple[Fault, ...] = ()  # unavailable names, with the reasons that `ps` prints
-    live: tuple[LiveRequest, ...] = ()  # the oldest MAX_LIVE
+    listing: tuple[Mapping[str, Any], ...] = ()  # a row for each model name, with its path
+    faults: tuple[Fault, ...] = ()  # unavailable models, with the reasons that `ps` prints
+    live: tuple[LiveRequest, ...] = ()  # the oldest live requests, at most MAX_LIVE
     versions: tuple[str, ...] = ("unknown",) * 4  # versions of mlxpool, Python, pyzmq, libzmq
     gateway: GatewayInfo | None = None  # None without a gateway
     jobs: JobFigures | None = None  # None without jobs

@@ -25,14 +25,14 @@ from mlxpool.common.transport.keys import KeyPair
 
 log = logging.getLogger("mlxpool.broker")
 
-UNBIND_ABOVE = 0.8  # share of all descriptors
-END_IDLE_ABOVE = 0.65  # share of all descriptors; at least BURST below UNBIND_ABOVE
-END_IDLE_SHARE = 0.1  # share of all descriptors that is freed beyond the need
+UNBIND_ABOVE = 0.8  # share of all descriptors: above it the endpoints are unbound
+END_IDLE_ABOVE = 0.65  # above this share idle connections end; kept BURST below UNBIND_ABOVE
+END_IDLE_SHARE = 0.1  # share of all descriptors that is freed in addition to the excess
 BURST = 128  # connections that libzmq may accept before the next count
 MAX_EVENTS = 256  # most events of the monitor per iteration of the loop
 BIND_BELOW = 0.6
-RECOUNT_AFTER = 0.02  # new connections that cause a new count, as a share of all descriptors
-COUNT_INTERVAL = 1.0  # seconds between two counts if nobody connects
+RECOUNT_AFTER = 0.02  # new connections, as a share of all descriptors, that cause a count
+COUNT_INTERVAL = 1.0  # least seconds between two counts, unless RECOUNT_AFTER applies
 
 
 def backlog_of(limit: int) -> int:
@@ -67,7 +67,7 @@ class Listener:
         self.busy: Callable[[], set[int]] = set  # descriptors of connections with live streams
         self.on_ended: Callable[[int, float], None] = lambda descriptor, now: None
         self.monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._connected: dict[int, None] = {}  # descriptors in the order of their acceptance
+        self._connected: dict[int, None] = {}  # descriptors in the order of acceptance
         self._accepted = 0  # connections accepted since the last count
         self._count_at = 0.0
 
@@ -154,7 +154,7 @@ class Listener:
 
 # ---- descriptors of accepted connections ---------------------------------------------------------
 #
-# libzmq cannot close a single connection, so the broker shuts its socket down.
+# libzmq cannot close a single connection, so the broker shuts down the socket of the connection.
 
 
 def inode_of(descriptor: int) -> int:

@@ -23,11 +23,11 @@ from mlxpool.broker.transport.peers import Peers
 
 log = logging.getLogger("mlxpool.broker")
 
-MAX_UNEXPLAINED = 512 * 1024 * 1024  # bytes
+MAX_UNEXPLAINED = 512 * 1024 * 1024  # bytes in use beyond those of requests and backlogs
 CHECK_INTERVAL = 0.25  # seconds
-SETTLE_TIME = 0.5  # seconds until memory of closed connections is free; less than COUNT_INTERVAL
-TRIM_TIME = 60.0  # seconds after closed connections in which freed memory is returned
-RECENT = 2.0  # seconds within which a client with live streams sends a whole message
+SETTLE_TIME = 0.5  # seconds until closed connections' memory is free; less than COUNT_INTERVAL
+TRIM_TIME = 60.0  # seconds after a closing, in which freed memory goes back to the system
+RECENT = 2.0  # seconds; a client with live streams sends whole messages more often
 UNREAD_ID_BYTES = 64  # bytes in a socket for a sent, unacknowledged token id
 OVERHEAD = 2  # memory of a message in Python, as a multiple of its bytes
 
@@ -39,7 +39,7 @@ class MemoryGuard:
         self.listener = listener
         self.front = front
         self._state = state
-        self.disconnected = 0  # connections so far
+        self.disconnected = 0  # connections closed so far
         self._check_at = 0.0
         self._floor = 0  # bytes in use that remained after all connections were closed
         self._strikes = 0
@@ -55,8 +55,8 @@ class MemoryGuard:
             return
         self._check_at = now + CHECK_INTERVAL
         if now < self._trim_until:
-            # Freed memory of closed connections goes back to the system, so it does not count: a
-            # busy machine may free it after SETTLE_TIME.
+            # Returns freed memory to the system, so that it does not count as used. A busy machine
+            # may free the memory of closed connections only after SETTLE_TIME.
             host.trim_heap()
         used = host.resident_bytes(os.getpid()) - self._floor
         if self._strikes < 2 and (
@@ -68,7 +68,8 @@ class MemoryGuard:
         self._trim_until = now + TRIM_TIME
         self._strikes += 1
         if self._strikes == 1:
-            # A client with live streams has sent a ping, unless it is sending a message.
+            # Spares the clients with live streams that sent a message within RECENT seconds. They
+            # send pings, except in the middle of a message.
             self._disconnect_except(busy_descriptors(self.front, self._state, now - RECENT), used)
         elif self._strikes == 2:
             self.listener.unbind_now(now)

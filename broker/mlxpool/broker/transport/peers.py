@@ -17,11 +17,11 @@ from mlxpool.broker.core.state import Timers
 from mlxpool.broker.transport.listener import has_ended, inode_of, shut_down
 from mlxpool.common.protocol.frames import MAX_PARTS
 
-FIRST_RETRY = 0.01  # seconds until the next try of a peer that became full or accepted a message
+FIRST_RETRY = 0.01  # seconds until the next try, once a peer became full or accepted a message
 MAX_RETRY = 0.64  # most seconds until the next try; each failed try doubles the wait
-MAX_SENDS = 128  # most sends in an iteration of the loop, failed sends included
+MAX_SENDS = 128  # most sends in an iteration of the loop, including failed sends
 MAX_BACKLOGS = 256 * 1024 * 1024  # most bytes waiting for all clients
-PART_BYTES = 64  # memory of a part without its bytes
+PART_BYTES = 64  # bytes of memory of a part, in addition to its contents
 
 
 def size_of(parts: Sequence[bytes]) -> int:
@@ -40,7 +40,7 @@ class Backlogs:
     def __init__(self, max_bytes: float = math.inf) -> None:
         self.max_bytes = max_bytes
         self.bytes = 0
-        self._waits: dict[int, float] = {}  # number -> seconds to wait after a failed try
+        self._waits: dict[int, float] = {}  # number of a peer -> seconds to wait after a failed try
         self._new: list[int] = []  # peers whose first try is not scheduled yet
         self._retries: Timers[int] = Timers()
 
@@ -143,10 +143,10 @@ class Peer(Struct, eq=False):
     heard_at: float
     owner: str
     descriptor: int = -1  # descriptor of the broker's end of a live connection; -1: unknown
-    inode: int = -1  # inode of the descriptor, which may be reused before the end is known
+    inode: int = -1  # the descriptor's inode, to detect a reuse before the end is known
     user: str = ""  # the handshake's user id, on sockets with authorization
-    admitted: bool = True  # True if its newest message was authorized
-    gone: bool = False  # it is closed; its last messages may still be unread
+    admitted: bool = True  # True if the peer's newest message was authorized
+    gone: bool = False  # True if the connection is closed; messages may still be unread
     backlog: deque[list[bytes]] = field(default_factory=deque)
     backlog_bytes: int = 0
 
@@ -176,8 +176,8 @@ class Peers:
         self._by_descriptor: dict[int, Peer] = {}
         self.full = Backlogs(max_backlogs)  # the peers with a backlog
         self.given_up = 0  # number of peers closed because they read too little
-        self._given_up: list[int] = []  # given up for the bound on all peers since the last `retry`
-        self._overflowed = 0  # the peer that was last given up for its own backlog
+        self._given_up: list[int] = []  # peers given up for the shared bound since the last `retry`
+        self._overflowed = 0  # number of the peer last given up for its own long backlog
         self._skipping: tuple[Peer, list[bytes]] | None = None  # a message with too many parts
         self._count = 0
 
@@ -194,7 +194,7 @@ class Peers:
         except zmq.Again:
             return None
         peer = self.by_name.get(name)
-        if peer is None or self.authorize is not None:  # a zmq.Frame has the connection's metadata
+        if peer is None or self.authorize is not None:  # only a Frame has the peer's metadata
             frame = socket.recv(copy=False)
             peer = self._sender(name, peer, frame, now)
             parts = [frame.bytes]
@@ -242,7 +242,7 @@ class Peers:
         peer = Peer(name, self._count, now, _owner(frame), descriptor, inode_of(descriptor))
         self.by_name[name] = self.by_number[peer.number] = peer
         before = self._by_descriptor.get(peer.descriptor)
-        if before is not None:  # its connection has ended, since its descriptor is used again
+        if before is not None:  # the descriptor was reused: the connection of `before` has ended
             before.descriptor = -1
         if peer.descriptor >= 0:
             self._by_descriptor[peer.descriptor] = peer

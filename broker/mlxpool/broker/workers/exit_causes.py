@@ -24,10 +24,10 @@ CONNECTION_ENDED = "its connection ended"
 KEY_REVOKED = "its key was revoked"
 OUT_OF_MEMORY = "killed by the kernel: out of memory"
 
-# Causes that no request in a worker can bring about.
+# Causes that cannot be the fault of a request in the worker.
 COMMANDED = {STOPPED, DRAINED, IDLE, UNLOADED, BROKER_ENDS, LEFT, NEW_CONNECTION, KEY_REVOKED}
 
-# Signals that a process causes by its own faults.
+# Signals that a process gets for its own errors.
 _FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 

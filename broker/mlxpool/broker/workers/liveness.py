@@ -17,8 +17,8 @@ from mlxpool.broker.workers import exit_causes
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.progress import ProgressReading
 
-USUAL_FACTOR = 40  # the limit, as a multiple of the usual duration
-EDGE_FRESH = 2.0  # seconds within which an edge thread that moved counts as alive
+USUAL_FACTOR = 40  # limit on the time without progress, as a multiple of the usual duration
+EDGE_FRESH = 2.0  # an edge thread with progress in these seconds counts as alive
 
 
 class Sample(Struct, frozen=True):
@@ -51,8 +51,8 @@ class Verdict(Struct, frozen=True):
     age: float = 0.0
     limit: float = math.inf
     cause: str = ""
-    own: bool = False  # whether the work of the worker itself is to blame
-    dump: bool = True  # whether its stacks can explain the hang
+    own: bool = False  # whether the worker's own work is the cause
+    dump: bool = True  # whether a dump of the worker's stacks can explain the hang
 
     @property
     def suspect(self) -> bool:

@@ -18,11 +18,11 @@ class WorkerState(Enum):
     STARTING = "starting"  # the process exists and has not sent `hello`
     LOADING = "loading"  # the worker has an epoch and no credit yet
     READY = "ready"
-    SUSPECT = "suspect"  # past a limit of liveness; it gets no new work
-    CONDEMNED = "condemned"  # fenced, its requests were moved; the process may still exist
-    DRAINING = "draining"  # it gets no new work and finishes its runs
-    YIELDING = "yielding"  # it has to hand back its runs
-    STOPPING = "stopping"  # has to exit
+    SUSPECT = "suspect"  # without progress for too long; the worker gets no new work
+    CONDEMNED = "condemned"  # fenced: its requests were moved; its process may still exist
+    DRAINING = "draining"  # the worker gets no new work and finishes its runs
+    YIELDING = "yielding"  # the worker must hand back its unfinished runs
+    STOPPING = "stopping"  # the worker must exit
     LOST = "lost"  # the process has ended
 
     @property
@@ -35,7 +35,7 @@ _EXIT = {"exit": WorkerState.LOST}
 _CONDEMN = {"condemn": WorkerState.CONDEMNED, **_EXIT}
 _STOP = {"stop": WorkerState.STOPPING, **_CONDEMN}
 _ACTIVE = {
-    # `hello` on a new connection fences the old connection: the process starts over.
+    # `hello` on a new connection fences the old connection. The worker begins anew.
     "hello": WorkerState.LOADING,
     "drain": WorkerState.DRAINING,
     **_STOP,
@@ -58,7 +58,7 @@ LEAVING = frozenset({WorkerState.DRAINING, WorkerState.YIELDING, WorkerState.STO
 FENCED = frozenset({WorkerState.CONDEMNED, WorkerState.LOST})
 
 
-PROVEN_TOKENS = 16  # least tokens of a worker that has served
+PROVEN_TOKENS = 16  # tokens after which a worker counts as proven
 
 RunKey = tuple[bytes, int]  # (id of a request, number of its run)
 
@@ -79,29 +79,29 @@ class Worker:
     state: WorkerState = WorkerState.STARTING
     started_at: float = 0.0
     ready_at: float = 0.0  # 0: never
-    served: int = 0  # requests that ended in it
-    tokens: int = 0  # tokens received from it
-    sequences: int = 0  # free sequences by its last `credit`
-    works_seen: int = 0  # `work` messages that it had received at that time
+    served: int = 0  # requests that ended in this worker
+    tokens: int = 0  # tokens received from this worker
+    sequences: int = 0  # free sequences in the last `credit`
+    works_seen: int = 0  # `work` messages that the worker had received before that `credit`
     works_sent: int = 0
-    ended: int = 0  # leases ended since its last `credit`, which lacks their places
+    ended: int = 0  # leases ended since the last `credit`; it does not count their sequences
     leases: set[RunKey] = field(default_factory=set)
     batch_bounds: dict[int, int] = field(default_factory=dict)  # run number -> Run.batch_bound
-    reading: set[RunKey] = field(default_factory=set)  # leases whose images it still prepares
-    calls: set[bytes] = field(default_factory=set)  # ids of calls that it has
+    reading: set[RunKey] = field(default_factory=set)  # leases whose images the worker prepares
+    calls: set[bytes] = field(default_factory=set)  # ids of the worker's open calls
     route: Route = field(default_factory=Route)  # for the choice among workers
     beat: Beat = field(default_factory=Beat)
     beat_at: float = 0.0
     hello: Hello | None = None
     watch: Watch = field(default_factory=Watch)
-    suspect_since: float = 0.0  # time since when it is past a limit of liveness; 0: it is not
-    suspicion: str = ""  # the limit that it is past, in words
-    cause: str = ""  # why the broker ended it, or the reason in its `bye`
-    ended_by_charged_request: bool = False  # a request that had ended another worker ended it
-    said_bye: bool = False  # it sent `bye` without an error
-    error: Mapping[str, object] | None = None  # the body of the error in its `bye`
-    replace: bool = False  # fill its slot again without a delay
-    remote: bool = False  # another supervisor starts and ends its process
+    suspect_since: float = 0.0  # time at which the worker became suspect; 0: not suspect
+    suspicion: str = ""  # the exceeded limit, as text
+    cause: str = ""  # why the broker ended the worker, or the reason in the worker's `bye`
+    ended_by_charged_request: bool = False  # ended by a request that had ended another worker
+    said_bye: bool = False  # the worker sent `bye` without an error
+    error: Mapping[str, object] | None = None  # the body of the error in the `bye`
+    replace: bool = False  # True: the slot gets its next worker without a delay
+    remote: bool = False  # another supervisor starts and ends the process
 
     def move(self, event: str) -> None:
         """Changes state. Raises ValueError, and changes nothing, for an illegal event."""
@@ -189,7 +189,7 @@ class Slot(Struct, eq=False):
     worker: Worker | None = None
     restarts: int = 0
     last_exit: str = ""  # the cause of the last worker's end
-    remote: bool = False  # for workers of other supervisors; no process is started here
+    remote: bool = False  # another supervisor starts the workers; this broker starts none
 
 
 JITTER = 0.25  # largest random part of a delay, as a share

@@ -49,7 +49,7 @@ Three quotation marks begin and end a message of several lines.
 A line that begins with // is sent with one / less."""
 ENDS = frozenset({"/bye", "/quit", "/exit"})
 BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
-LEVELS = ("low", "medium", "high")  # effort of thinking
+LEVELS = ("low", "medium", "high")  # levels of thinking
 
 Read = Callable[[str], str | None]  # a function: prompt -> a line of the input; None at its end
 
@@ -67,7 +67,7 @@ def read_message(read: Read) -> str | None:
         lines.append(line)
     lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
     text = "\n".join(lines).strip("\n")
-    return f"/{text}" if text.startswith("/") else text  # // marks a text, / a command
+    return f"/{text}" if text.startswith("/") else text  # // begins a text, / a command
 
 
 class Conversation(Struct, eq=False):
@@ -239,7 +239,7 @@ def read_option(name: str, text: str) -> Any:
         elif kind is bool:
             value = BOOLEANS.get(text.lower(), text)
     except ValueError:
-        pass  # the check raises an error that names the type
+        pass  # `value` is still text, so the check raises an error that names the type
     return CHECKS[name](name, value)
 
 
@@ -326,7 +326,7 @@ def edit_lines() -> None:
 
     A pasted text of several lines is then one message.
     """
-    if not takes_controls(sys.stdout):  # readline writes control sequences to the terminal
+    if not takes_controls(sys.stdout):  # readline would write control sequences
         return
     try:
         import readline

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 FOLLOW_INTERVAL = 0.5  # seconds
 KEY = "the key that `mlxpool submit` printed"
-OF_JOBS = ("state", "after", "follow")  # flags that select jobs
+OF_JOBS = ("state", "after", "follow")  # flags for lists of jobs, not of batches or files
 LISTING = ("state", "after", "batch", "batches", "files", "follow", *job_operations.FLAGS)
 DESCRIPTIONS = {
     "retry": "Lets a dead or expired job wait again; it goes on after its present tokens.",

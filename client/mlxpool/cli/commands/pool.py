@@ -30,7 +30,7 @@ CHANGES = (  # keys of an answer to `reload`, with their texts
     ("keys", "changed keys"),
     ("restart_needed", "only a restart changes"),
 )
-SLOT = re.compile(r"/\d+$")  # the end of a slot's name, which no model's name has
+SLOT = re.compile(r"/\d+$")  # the end of a slot's name; no model's name ends so
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:

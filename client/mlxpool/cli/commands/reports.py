@@ -59,7 +59,7 @@ PS = (
     Column("RESTARTS", 4),
     Column("LAST EXIT", wide=True),
 )
-DRAINED = ("draining", "drained")  # states of a model that accepts no requests
+DRAINED = ("draining", "drained")  # states in which a model accepts no requests
 MEMORY = {  # columns, by their keys in a worker's memory report
     "weights": "WEIGHTS",
     "kv": "KV CACHE",

@@ -79,7 +79,7 @@ def without(text: str, name: str, where: str) -> str:
     begin = next((n for n, line in enumerate(lines) if head.match(line)), len(lines))
     end = next((n for n in range(begin + 1, len(lines)) if SECTION.match(lines[n])), len(lines))
     while end > begin + 1 and re.match(r"\s*(#|$)", lines[end - 1]):
-        end -= 1  # comments above the next section belong to it
+        end -= 1  # comments above the next section are part of that section
     rest = "".join([*lines[:begin], *lines[end:]])
     expected = {**table, "keys": {key: value for key, value in keys.items() if key != name}}
     if not _parses_to(rest, expected):

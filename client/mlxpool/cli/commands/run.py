@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     from mlxpool.cli.load_progress import LoadProgress
 
     settings = options_of(options)
-    check_broker(options)  # before the user types a prompt
+    check_broker(options)  # fails before the user types a prompt
     prompt = options.prompt
     if prompt in (None, "-"):
         prompt = decode_utf8(sys.stdin.buffer.read())
@@ -118,5 +118,5 @@ def run(options: argparse.Namespace) -> int:
             line = escape_line(figures_of(results, now - started, now - first))
             for note in filter(None, [line, escape_line(progress.slow_blas)]):
                 print(paint_of(sys.stderr)(note, NOTE), file=sys.stderr)
-    # Cancelled by another client, so the text is incomplete.
+    # The code is 1 if another client cancelled the request, because the text is incomplete.
     return int(any(result.reason == "cancelled" for result in results))

@@ -22,7 +22,7 @@ Answer = Mapping[str, Any]  # an answer to `stats`
 RATE_SNAPSHOTS = 3  # --watch averages rates over this many seconds
 FIGURE, RATE = 14, 11  # width of the columns for numbers and rates, in characters
 NAME = 15  # the least width of the column for names, in characters
-ROOMY = NAME + 3 + FIGURE + RATE  # columns of a terminal; narrower terminals have smaller gaps
+ROOMY = NAME + 3 + FIGURE + RATE  # characters of a terminal; a narrower one has smaller gaps
 NEXT_KEYS, BACK_KEYS, QUIT_KEYS = " nj", "bpk", "qQ\x03\x04"
 
 
@@ -31,7 +31,7 @@ class Counter(Struct, frozen=True):
 
     name: str
     key: str
-    rate: bool = False  # True if the number only grows; then it has a rate
+    rate: bool = False  # True if the number only grows, so that its rate is shown
 
 
 GROUPS: Mapping[str, tuple[Counter, ...]] = {

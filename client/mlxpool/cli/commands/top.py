@@ -21,7 +21,7 @@ from mlxpool.common.escapes import escape_line
 Snapshot = Mapping[str, Any]
 
 RATE_SNAPSHOTS = 3  # seconds over which tokens per second are averaged
-MAX_SNAPSHOTS = 61  # a minute, for the median time to the first token
+MAX_SNAPSHOTS = 61  # snapshots of a minute, for the median time to the first token
 
 COLUMNS = (
     Column("SLOT", 0, "text"),
@@ -165,7 +165,7 @@ def median(bounds: Sequence[float], counts: Sequence[int]) -> float | None:
         if below + samples >= half:
             return low + (bound - low) * (half - below) / samples
         below, low = below + samples, bound
-    return low  # above every bound
+    return low  # the median is above the last bound
 
 
 def _medians(before: Snapshot, now: Snapshot) -> dict[str, float | None]:

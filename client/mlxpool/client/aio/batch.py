@@ -68,7 +68,7 @@ class AsyncBatch:
                 return await stream.read()
         except PoolError as error:
             if error.code in jobs.READING_CODES:
-                raise  # an error of the read, not of the job
+                raise  # the read failed, not the job
             return error
 
     async def refresh(self) -> dict[str, Any]:

@@ -26,7 +26,8 @@ class AsyncStream(AsyncClosing):
     def __init__(self, connection: AnyConnection, draft: Draft) -> None:
         self._connection = connection
         self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
-        # The connection references the receiver: it must not be this object, see `__del__`.
+        # The connection holds a reference to the receiver. With this object as the receiver,
+        # `__del__` would not run.
         put = partial(put_in_loop, asyncio.get_running_loop(), self._queue)
         self._open = connection.open(draft, put)
 
@@ -85,7 +86,7 @@ class AsyncStream(AsyncClosing):
         while deltas and not self._queue.empty():
             delta = self._queue.get_nowait()
             if delta is None:
-                self._queue.put_nowait(None)  # the next call reports the end
+                self._queue.put_nowait(None)  # so that the next call reports the end
                 break
             self._connection.took(self._open, delta)
             deltas.append(delta)
@@ -102,7 +103,7 @@ class AsyncStream(AsyncClosing):
         self._connection.leave(self._open)
 
     def __del__(self) -> None:
-        if hasattr(self, "_open"):  # if the request was sent
+        if hasattr(self, "_open"):  # __init__ has sent the request
             self._connection.abandon(self._open)
 
 
@@ -116,7 +117,8 @@ class AsyncChoicesStream(AsyncClosing):
     def __init__(self, connection: AnyConnection, drafts: Sequence[GenerateDraft]) -> None:
         self._connection = connection
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
-        # The connection references the receiver: it must not be this object, see `__del__`.
+        # The connection holds a reference to the receiver. With this object as the receiver,
+        # `__del__` would not run.
         put = partial(put_in_loop, asyncio.get_running_loop(), self._queue)
         self._choices = OpenChoices(connection, drafts, put)
 
@@ -150,5 +152,5 @@ class AsyncChoicesStream(AsyncClosing):
         self._choices.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_choices"):  # if the choices were sent
+        if hasattr(self, "_choices"):  # __init__ has sent the choices
             self._choices.abandon()

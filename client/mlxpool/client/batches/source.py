@@ -27,7 +27,7 @@ class Part(Struct, frozen=True):
 
 
 def _sha256() -> Any:
-    import hashlib  # imports OpenSSL: a twentieth of the client's import time
+    import hashlib  # imported here: OpenSSL would be a twentieth of the client's import time
 
     return hashlib.sha256()
 

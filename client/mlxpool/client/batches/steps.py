@@ -152,7 +152,7 @@ def _send(source: Source, name: KeyName, on_sent: OnSent | None) -> Steps[None]:
     while True:
         try:
             part = yield Work(partial(next, parts, None))
-        except PoolError:  # stop: a line is invalid
+        except PoolError:  # an invalid line ends the submission
             yield from _drop_incomplete(name)
             raise
         if part is None:

@@ -72,7 +72,7 @@ class Batch:
                 return stream.read()
         except PoolError as error:
             if error.code in jobs.READING_CODES:
-                raise  # an error of the read, not of the job
+                raise  # the read failed, not the job
             return error
 
     def refresh(self) -> dict[str, Any]:

@@ -75,5 +75,5 @@ class Stream(Closing):
         self._connection.leave(self._open)
 
     def __del__(self) -> None:
-        if hasattr(self, "_open"):  # if the request was sent
+        if hasattr(self, "_open"):  # __init__ has sent the request
             self._connection.abandon(self._open)

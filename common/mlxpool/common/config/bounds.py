@@ -65,7 +65,7 @@ class Unit(Enum):
     BYTES = "bytes"  # an integer; also text such as "4GB"
     SECONDS = "seconds"  # a float; also text such as "5m"
     IDS = "ids"  # a list of strings or integers, or a single string or integer
-    FLAG = "flag"  # a boolean; also the text "true" or "false", as variables are text
+    FLAG = "flag"  # a boolean; also the text "true" or "false", for environment variables
 
 
 class Within(Struct, frozen=True):
@@ -219,7 +219,7 @@ def host_port(text: str, where: str = "pool.metrics") -> tuple[str, int]:
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # names of the loopback host
 ANY_ORIGIN = "*"
-DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # the port at the end of an origin
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # scheme -> the port that browsers leave out
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")  # as browsers write origins: no path
 
 

@@ -279,7 +279,7 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     for key, value in table.items():
         with problems.collected():
             values[key] = _setting(key, known, value, where)
-    meant = {_nearest(key, known) for key in table}  # a misspelt key is not also reported missing
+    meant = {_nearest(key, known) for key in table}  # a misspelt key is not reported as missing
     for name in (f.name for f in fields(kind) if f.required and f.name not in meant):
         problems.found.append(f"{where}.{name} is missing")
     if (kind is ModelConfig and "path" not in meant) or table.get("path") == "":

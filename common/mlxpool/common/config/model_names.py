@@ -8,7 +8,7 @@ from __future__ import annotations
 import unicodedata
 from pathlib import Path
 
-MAX_NAME = 200  # bytes of UTF-8; a log file's name has the model's name
+MAX_NAME = 200  # bytes of UTF-8; the name of a log file contains the model's name
 MAX_PARTS = 4  # the most parts of a name with slashes, such as registry/owner/model
 SCAN_DEPTH = 2  # levels of folders that are scanned: NAME and OWNER/NAME
 MAX_SCANNED = 500  # the most models of a folder; a list of them fits into one message
@@ -65,7 +65,7 @@ def _scan(folder: Path, prefix: str, depth: int) -> dict[str, Path]:
 def _entries(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
-    except OSError:  # not a folder, or not permitted
+    except OSError:  # not a folder, or no permission to read it
         return []
 
 

@@ -81,7 +81,7 @@ class _SourceFile(Struct, frozen=True):
             if not isinstance(inner, Mapping) or key not in inner:
                 return None
             inner = inner[key]
-        for size in range(len(keys), 0, -1):  # a key of an inline table has the table's line
+        for size in range(len(keys), 0, -1):  # a key in an inline table has the line of the table
             if keys[:size] in self.lines:
                 return f"{self.file}:{self.lines[keys[:size]]}"
         return self.file
@@ -185,7 +185,7 @@ def unread_variables() -> dict[str, str]:
     odd = [n for n in os.environ if n.startswith(PREFIX) and n not in known]
     tails = {
         name.removeprefix(PREFIX): name for name in known
-    }  # all names share the prefix, which would make them similar
+    }  # without the prefix: the common prefix would make all names similar
     near = {name: nearest(name.removeprefix(PREFIX), tails) for name in sorted(odd)}
     return {name: tails.get(tail or "", "") for name, tail in near.items()}
 

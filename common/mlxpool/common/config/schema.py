@@ -57,7 +57,7 @@ FAULT_STAGES = ("load", "accept", "prefill", "decode", "end", "after_end", "send
 class Counting(Struct, frozen=True):
     """Settings of the test model `counting`. It has no weights; token i is f(prompt, seed, i)."""
 
-    # Milliseconds that the load takes; it has ten steps.
+    # Milliseconds of a load, which has ten steps.
     load_ms: Annotated[int, Within(0, 10**7)] = 0
     # Microseconds for each prompt token.
     prefill_us: Annotated[int, Within(0, 10**9)] = 0
@@ -88,15 +88,15 @@ class Scaling(Struct, frozen=True):
     min: Annotated[int, Within(0, 64)] = 1
     # The most workers; 0: the number is fixed.
     max: Annotated[int, Within(1, 1024)] = 0
-    # Tokens per worker, of waiting prompts and their answers; more waiting tokens add workers.
+    # Tokens of waiting requests (prompts and answers) per worker; above them workers are added.
     waiting_tokens: Annotated[int, Within(1, MAX_COUNT)] = 4096
-    # Seconds in which fewer workers must have been enough, before a worker is ended.
+    # Seconds for which fewer workers must have been enough before a worker is ended.
     cool_down: Annotated[Seconds, Within(0.0, 10**6)] = 300.0
 
 
 CACHE_AWARE = "cache_aware"
 ROUTINGS = (CACHE_AWARE, "least_loaded")
-FORCED, ALWAYS, OFF = "forced", "always", "off"  # of generic_tools
+FORCED, ALWAYS, OFF = "forced", "always", "off"  # values of generic_tools
 
 
 class ModelConfig(Struct, frozen=True):
@@ -116,7 +116,7 @@ class ModelConfig(Struct, frozen=True):
     # The library that adds up the partial sums of several GPUs. auto: our kernels if the GPUs can
     # read each other's memory, else NCCL; nccl: NCCL.
     device_sums: Annotated[str, OneOf(("auto", "nccl"))] = "auto"
-    # Not a setting: the table, if `replicas` is a table; max is 0 if `replicas` is a number.
+    # Not a setting: the values of `replicas` if it is a table; max is 0 if `replicas` is a number.
     scaling: Scaling = field(default_factory=Scaling)
     # GPUs of a worker under `mlxpool ray`; -1: one for each device if the cluster has GPUs.
     gpus: Annotated[int, Within(-1, 64)] = -1
@@ -138,7 +138,7 @@ class ModelConfig(Struct, frozen=True):
     keep_alive: Annotated[Seconds, Within(-1.0, 10**8)] = 300.0
     # true: workers start with the pool and are never ended when idle; sets keep_alive to -1.
     pin: bool = False
-    # The most bytes of memory of one worker; a worker above them is ended; 0: no limit.
+    # The most bytes of memory of one worker; a worker that uses more is ended; 0: no limit.
     memory_limit: Annotated[Bytes, Within(0, 2**62)] = 0
     # The prefix cache. tree: keys and values of all prompts; single: of the last prompt only.
     prefix_cache: Annotated[str, OneOf(("tree", "single", "off"))] = "tree"
@@ -152,8 +152,8 @@ class ModelConfig(Struct, frozen=True):
     # together; at least 16 MiB; 0: none. These prefixes remain after a worker ends.
     prefix_disk: Annotated[Bytes, Within(0, 2**62)] = 0
     # The requests that share cached prefixes. pool: all requests; owner: only requests of the same
-    # owner, so that no owner learns from `cached_tokens`, or from a quick first token, what other
-    # owners asked.
+    # owner, so that `cached_tokens` or a quick first token do not reveal the prompts of other
+    # owners.
     prefix_scope: Annotated[str, OneOf(("pool", "owner"))] = "pool"
     # Seconds that prefill may add to a decode step. A higher value starts answers sooner; a lower
     # value makes running streams wait less for other prompts. 0: on a GPU six decode steps of the
@@ -165,8 +165,8 @@ class ModelConfig(Struct, frozen=True):
     speculation: Annotated[str, OneOf(("off", "ngram", "mtp", "draft", "auto"))] = "off"
     # The path of a smaller draft model with the same tokenizer, in the form of `path`; "": none.
     draft: str = ""
-    # true: a control token in the content of a message, such as <|im_end|>, is plain text, so that
-    # no content ends a message or begins another message. A request has this option, too.
+    # true: a control token such as <|im_end|> in the content of a message is plain text, so that a
+    # content cannot end its message or begin another message. Requests have this option, too.
     plain_contents: bool = False
     # Tools for a chat template that has none: the gateway describes them in the system's text, and
     # reads JSON as calls. forced: if the answer has to call a tool; always: whenever a request has
@@ -231,17 +231,17 @@ class PoolConfig(Struct, frozen=True):
     # The folder of the jobs, or the URL of their PostgreSQL database; "": jobs are off. If it is
     # not set, `load` takes paths.default_state_dir.
     state_dir: str = ""
-    # The most bytes of all jobs in state_dir; above four fifths of them new jobs are refused.
+    # The most bytes of all jobs in state_dir; above four fifths new jobs are refused.
     state_bytes: Annotated[Bytes, Within(16 * 1024 * 1024, 2**50)] = 8 * 1024 * 1024 * 1024
-    # Time that a job's result is kept after its end, unless its client sets another.
+    # Time for which a job's result is kept after the job's end, unless the client sets another.
     job_keep: Annotated[Seconds, Within(0.0, 10**8)] = 86400.0
     # The longest time for which a client may have a job's result kept.
     job_keep_max: Annotated[Seconds, Within(0.0, 10**8)] = 2592000.0
-    # Time in which the key of a job answers `gone` after the deletion of the job's result.
+    # Time after the deletion of a job's result in which requests with the job's key get `gone`.
     job_key_life: Annotated[Seconds, Within(0.0, 10**8)] = 86400.0
     # Origins to which notices of ended jobs and batches may be posted: "https://hooks.example.org".
     job_notify_hosts: tuple[str, ...] = ()
-    # Networks that are not public, but in which hosts of `job_notify_hosts` may be.
+    # Networks that are not public but may have hosts of `job_notify_hosts`.
     job_notify_networks: tuple[str, ...] = ()
     # The URL, at one of the allowed origins, for jobs and batches that name no URL; "": none.
     job_notify_url: str = ""
@@ -249,7 +249,7 @@ class PoolConfig(Struct, frozen=True):
     job_notify_secret: Path | None = None
     # The time during which a notice is retried.
     job_notify_for: Annotated[Seconds, Within(0.0, 10**7)] = 86400.0
-    # The folder of the prefixes of prefix_disk, on a local disk, for this user alone.
+    # The folder of cached prefixes (see prefix_disk), on a local disk, for this user alone.
     prefix_dir: Path = field(default_factory=default_prefix_dir)
     # The models folder: each NAME and OWNER/NAME in it with a config.json or GGUF file is a model.
     models_dir: Annotated[Path | None, check_folder] = None
@@ -283,11 +283,11 @@ class PoolConfig(Struct, frozen=True):
     client_keep_alive: Annotated[Seconds, Within(-1.0, 10**8)] = -1.0
     # The most bytes of memory of all workers together; 0: 80 % of the machine's memory.
     memory_limit: Annotated[Bytes, Within(0, 2**62)] = 0
-    # Time in which a request that ended workers is refused.
+    # Time for which a request that ended workers is refused.
     poison_life: Annotated[Seconds, Within(0.0, 10**7)] = 3600.0
     # Time without a heartbeat before a worker is suspect; after twice this time it is ended.
     beat_limit: Annotated[Seconds, Within(0.1, 10**6)] = 10.0
-    # Time without progress before a worker is suspect, in its start and load.
+    # Time without progress before a worker that starts or loads is suspect.
     load_limit: Annotated[Seconds, Within(0.1, 10**6)] = 60.0
     # Time without progress before a worker is suspect in a prefill chunk; 40 times the usual
     # duration of the chunk if that is longer.
@@ -300,8 +300,8 @@ class PoolConfig(Struct, frozen=True):
     # The most processor time of the tokenizer for one request, plus 1 s for each 100,000
     # characters.
     prepare_limit: Annotated[Seconds, Within(0.1, 10**6)] = 5.0
-    # The most bytes of a worker's log; a larger log is cut to half of this at the worker's next
-    # start.
+    # The most bytes of a worker's log. At the start of the worker a larger log is cut to half of
+    # this size.
     worker_log_bytes: Annotated[Bytes, Within(1024, 2**50)] = 8 * 1024 * 1024
     # The format of the log. text: logfmt; json: JSON lines.
     log_format: Annotated[str, OneOf(("text", "json"))] = "text"
@@ -321,7 +321,8 @@ class PoolConfig(Struct, frozen=True):
     http_per_key: Annotated[int, Within(0, 10**6)] = 0
     # The most bytes of a request's body.
     http_max_body: Annotated[Bytes, Within(1024, 2**40)] = 8 * 1024 * 1024
-    # Time that an idle connection stays open; must be longer than in proxies and clients.
+    # Time that an idle connection stays open; must be longer than the idle time of proxies and
+    # clients.
     http_idle_time: Annotated[Seconds, Within(1.0, 10**6)] = 120.0
     # Time for which a finished answer with an Idempotency-Key is kept, for retries.
     http_stream_keep: Annotated[Seconds, Within(1.0, 10**8)] = 600.0
@@ -340,7 +341,7 @@ class PoolConfig(Struct, frozen=True):
     keys: Mapping[str, KeyConfig] = field(default_factory=dict)
 
 
-WAIT_LIMIT = 300.0  # in seconds; more than twice the default of each limit without progress
+WAIT_LIMIT = 300.0  # seconds; more than twice the default of each limit on time without progress
 
 
 class WorkerConfig(Struct, frozen=True):
@@ -364,15 +365,15 @@ class WorkerConfig(Struct, frozen=True):
     prefix_dir: str = ""  # the folder of prefixes on disk, see PoolConfig
     save_limit: float = 0.0  # seconds that the worker may write prefixes before it ends
     rank_block_fds: Sequence[int] = ()  # in a group: block_fd of each rank from rank 1 on
-    # In a group: the rank; above 0 in a process that rank 0 started. The next four fields are for
-    # these processes.
+    # In a group: the rank. Rank 0 starts the processes of the ranks above 0, which use the next
+    # four fields.
     rank: int = 0
     plan_fd: int = -1  # the pipe from which the rank reads its steps
     hosts_fd: int = -1  # the file with the addresses of all ranks
     group_port: int = 0
     ready_fd: int = -1  # the pipe to which the rank writes when it is about to join
-    # Seconds after which a rank's GPU stops waiting for a peer's part of a sum. Longer than the
-    # broker's limits: the broker ends a group sooner, and names the cause.
+    # Seconds after which a rank's GPU stops waiting for another rank's part of a sum. Longer than
+    # the broker's limits, so that the broker ends the group first, with the cause.
     wait_limit: float = WAIT_LIMIT
 
     def to_environment(self) -> str:
@@ -398,11 +399,11 @@ class GatewayConfig(Struct, frozen=True):
     """
 
     run_dir: str
-    listen_fds: Sequence[int]  # sockets that listen
+    listen_fds: Sequence[int]  # descriptors of the listening sockets
     notify_fd: int
     host: str  # the host of the first socket of `listen_fds`
     port: int
-    keys: str = ""  # the file of bearer keys; the next fields are PoolConfig's; "": no keys
+    keys: str = ""  # the file of bearer keys; "": none. The next fields are as in PoolConfig.
     per_key: int = 0
     max_body: int = 8 * 1024 * 1024
     idle_time: float = 120.0
@@ -441,4 +442,4 @@ NO_SETTINGS = (
     "keys",
     "within",
     "scaling",
-)  # fields of the record that are not settings of the section
+)  # fields of the records that are not settings of their sections

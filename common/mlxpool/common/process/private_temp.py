@@ -139,7 +139,7 @@ def _lock(folder: Path) -> None:
 
 
 def _remove(fresh: Path, owner: int) -> None:
-    if os.getpid() == owner:  # not in a child that was forked
+    if os.getpid() == owner:  # a forked child does not remove the folder
         shutil.rmtree(fresh, ignore_errors=True)
 
 

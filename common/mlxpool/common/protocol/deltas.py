@@ -50,7 +50,7 @@ new_delta: Callable[[Fields], Delta] = partial(tuple.__new__, Delta)
 
 ROW_BYTES = 512  # bound of the bytes of a row without its text, ids and log-probabilities
 LOGPROB_BYTES = 96  # bound of the bytes of one reported token
-PROMPT_KEY = "prompt"  # in the entry of a prompt's token: its number in the prompt
+PROMPT_KEY = "prompt"  # key in the entry of a prompt token: the token's number in the prompt
 
 
 def size_of_logprobs(logprobs: Iterable[Mapping[str, Any]]) -> int:

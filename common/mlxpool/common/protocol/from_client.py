@@ -37,8 +37,8 @@ _OF_CALLS = frozenset({"model", "owner", "deadline_ms", "alone"})  # keys that a
 MAX_WINDOW = 1 << 20
 DEFAULT_WINDOW = 1024  # the most token ids that may be sent and not acknowledged
 MAX_PRIORITY = 2
-KEEP_FOREVER = -1  # bounds of a `keep_ms`, and its value without end
-MAX_KEEP_MS = 10**11  # three years, the same bound as of the setting keep_alive
+KEEP_FOREVER = -1  # the least `keep_ms`: no end
+MAX_KEEP_MS = 10**11  # the greatest `keep_ms`: three years, as of the setting keep_alive
 # Keys whose values may differ between two retries of one request.
 PER_SENDING = frozenset(
     {"resume", "deadline_ms", "queue_ms", "first_token_ms", "window", "batch", "traceparent"}
@@ -166,7 +166,7 @@ def request_digest(body: Mapping[str, Any], blobs: Sequence[bytes]) -> bytes:
 
     kept = {key: body[key] for key in sorted(body) if key not in PER_SENDING}
     digest = hashlib.sha256(msgpack.packb(kept, use_bin_type=True))
-    for blob in blobs[: blobs_of_prompt(body)]:  # the next blob is that of `resume`
+    for blob in blobs[: blobs_of_prompt(body)]:  # a later blob belongs to `resume`
         digest.update(len(blob).to_bytes(8, "little"))
         digest.update(blob)
     return digest.digest()[:16]
@@ -268,7 +268,8 @@ class ModelCall(Content, Struct, frozen=True):
 
     kind: str  # type: ignore[misc]  # one record for several kinds
     model: str
-    fields: Mapping[str, Any] = field(default_factory=dict)  # the keys of the body without a field
+    # The body's keys except those of `_OF_CALLS`, which have fields of their own.
+    fields: Mapping[str, Any] = field(default_factory=dict)
     packed: tuple[bytes, ...] = ()
     owner: str = ""
     deadline_ms: int | None = None

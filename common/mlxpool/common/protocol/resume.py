@@ -41,7 +41,7 @@ class Facts(Struct, frozen=True):
     raw: Mapping[str, Any] = field(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Facts) and self.body() == other.body()  # without `raw`
+        return isinstance(other, Facts) and self.body() == other.body()  # `body` leaves `raw` out
 
     def body(self) -> dict[str, Any]:
         """Returns the map of these values for the first row (delta) of a run."""

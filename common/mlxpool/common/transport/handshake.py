@@ -22,7 +22,9 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-HOPELESS_FAILURES = 3  # consecutive failures with keys; a broker that ends may cause one or two
+# Consecutive failed attempts with keys after which a client gives up. A broker that ends may cause
+# one or two.
+HOPELESS_FAILURES = 3
 _SHORT = 8  # the most characters of a public key that error messages show
 
 

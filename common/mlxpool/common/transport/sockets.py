@@ -18,7 +18,7 @@ from mlxpool.common.protocol.frames import MAX_FRAME
 from mlxpool.common.transport.keys import Credentials, KeyPair
 
 HIGH_WATER = 1000  # the most queued messages for each peer; 0 would mean no bound
-LINGER_MS = 2000  # finite: no process hangs at its end; above 0: last messages are sent
+LINGER_MS = 2000  # finite, so that a process ends; above 0, so that last messages are sent
 KEEPALIVE = {  # times in seconds; CNT is a number of probes
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 30,

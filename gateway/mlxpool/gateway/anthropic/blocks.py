@@ -32,13 +32,13 @@ LEFT_OUT = frozenset(
         "tool_use",
     }
 )
-FOREIGN_RESULT = "_tool_result"  # the end of the type of a result of a tool that ran elsewhere
+FOREIGN_RESULT = "_tool_result"  # suffix of the result types of tools of other servers
 LEFT_OUT_EVENT = "a block of a conversation is left out"
 AS_TEXT = (
     "models read text and images only: send the text of it, as {type: 'document', source: {type:"
     " 'text', media_type: 'text/plain', data: TEXT}}"
 )
-ERROR = "Error: "  # the start of the result of a tool that failed
+ERROR = "Error: "  # prefix of the result of a failed tool
 
 
 class Conversation:

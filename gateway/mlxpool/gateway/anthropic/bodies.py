@@ -24,7 +24,8 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-SIGNATURE = "unsigned"  # of thoughts, unsigned; clients send no block back without one
+# The signature of thoughts, which are not signed. Clients do not send back a block without one.
+SIGNATURE = "unsigned"
 PING = sse({"type": "ping"}, "ping")
 
 

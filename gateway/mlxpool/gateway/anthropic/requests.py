@@ -88,7 +88,7 @@ TOOL = Body(
     },
     required=("name",),
     refused={"parameters": ((), "use `input_schema`")},
-    open=True,  # other members only describe a call
+    open=True,  # other members only describe the calls of a tool
 )
 ANY_TOOL: Schema = one_of(
     TOOL.schema(),
@@ -175,7 +175,7 @@ MESSAGES = Body(
     accepted=ACCEPTED,
     refused=_REFUSED,
 )
-# Programs count the tokens of a request before they send it.
+# Programs count the tokens of a request before they send it, so all its fields are accepted.
 COUNT_TOKENS = Body(
     PROMPT,
     ("model", "messages"),

@@ -63,7 +63,8 @@ _CHOICE: Mapping[str, Schema] = {
 }
 _LIST: Mapping[str, Schema] = {"object": {"const": "list"}, "model": TEXT, "usage": ref("Usage")}
 
-_OF_ANTHROPIC: Mapping[str, Schema] = {  # the clients of both interfaces list models
+# Members for Anthropic's clients in the list of models; the clients of both interfaces read it.
+_OF_ANTHROPIC: Mapping[str, Schema] = {
     "type": {"const": "model"},
     "display_name": TEXT,
     "created_at": {"type": "string", "format": "date-time"},

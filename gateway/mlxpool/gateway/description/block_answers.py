@@ -24,7 +24,7 @@ from mlxpool.gateway.description.schemas import (
     ref,
 )
 
-# a list of OpenAI's without its data
+# The members of OpenAI's lists, except `data`.
 LIST: Mapping[str, Schema] = {
     "object": {"const": "list"},
     "first_id": TEXT_OR_NULL,

@@ -103,7 +103,7 @@ def nullable(schema: Schema) -> Schema:
     return {**outer, "anyOf": [inner, {"type": "null"}]}
 
 
-_STOP: Schema = {"type": "string", "maxLength": MAX_STOP_BYTES}  # empty stop texts are left out
+_STOP: Schema = {"type": "string", "maxLength": MAX_STOP_BYTES}  # empty stop texts are ignored
 # options whose check is not IntegerIn or NumberIn
 _OTHER_OPTIONS: Mapping[str, Schema] = {
     "suffix": {"type": "string"},
@@ -117,8 +117,8 @@ _OTHER_OPTIONS: Mapping[str, Schema] = {
 }
 
 
-# Checks of options in OpenAI's and Anthropic's interfaces. If they differ from the pool's they have
-# the bounds of OpenAI's and vLLM's; Ollama and llama.cpp have no bounds.
+# Checks of options in OpenAI's and Anthropic's interfaces. A check that differs from the pool's has
+# the bounds of OpenAI and vLLM; Ollama and llama.cpp have no bounds.
 API_CHECKS: Mapping[str, Check] = {
     **CHECKS,
     "temperature": NumberIn(0, 2),

@@ -20,7 +20,7 @@ from mlxpool.gateway.formats.system_text import with_stable_first
 from mlxpool.gateway.formats.tagged_call import FunctionXml, Glm
 from mlxpool.gateway.formats.thinking import Thinking
 
-HARMONY = "harmony"  # one format for thoughts and calls, so it is parsed without tools as well
+HARMONY = "harmony"  # parsed also without tools: one format has thoughts and calls
 
 TOOLS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], Parser]] = {
     "function_xml": FunctionXml,

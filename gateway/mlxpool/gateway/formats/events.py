@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from msgspec import Struct
 
-UNNAMED = "unnamed"  # a call whose name the model left out; messages cannot have an empty name
+UNNAMED = "unnamed"  # name of a call for which the model wrote none; messages have no empty names
 
 
 class Content(Struct, frozen=True):

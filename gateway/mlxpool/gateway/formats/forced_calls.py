@@ -26,7 +26,7 @@ from mlxpool.gateway.formats.tagged_arguments import (
     tagged_call,
 )
 
-# Characters that llama_json skips before a call.
+# An answer without calls: no `{` follows the characters that llama_json skips before a call.
 _OTHER_ANSWER = r"/[ \t\r\n;,]*([^{ \t\r\n;,](.|\n)*)?/"
 
 
@@ -60,7 +60,7 @@ _STYLES: Mapping[str, JsonStyle | TaggedStyle] = {
     "mistral": JsonStyle("[TOOL_CALLS][", "]", "arguments"),
 }
 _SLASH = re.compile(r"\\.|/", re.DOTALL)
-# format of tools -> the text that begins a call, after any other text. The models of mistral and
+# format of tools -> the text that begins a call; any text may precede it. The models of mistral and
 # harmony begin calls with control tokens, which no format allows.
 _BEGINS: Mapping[str, str] = {
     "function_xml": "<tool_call>",
@@ -99,7 +99,7 @@ def strict_calls(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) ->
     begin = _BEGINS.get(tool_format or "")
     if begin is None:
         return None
-    # The begin of a call ends the text before it at any place.
+    # `lazy`: the text ends at the first begin of a call.
     calls = [rule.replace(f': "{begin}', ': begin "', 1) for rule in calls]
     head = f"start: ({_any(tools)})* TEXT", r"TEXT: /(.|\n)*/", f'begin[lazy]: TEXT "{begin}"'
     return _lark([*head, *calls])
@@ -117,7 +117,7 @@ def calls_or_answer(
     rule = _answer(answer) if schema is None else f"answer: %json {_guided(schema)}"
     if style is None or rule is None or tool_format == "mistral":
         return None
-    if tool_format == "llama_json" and schema is not None:  # both begin as JSON does
+    if tool_format == "llama_json" and schema is not None:  # calls and answer begin as JSON
         between = '"; "'
         calls = [f"call_{n}: %json {_call_schema(tool)}" for n, tool in enumerate(tools)]
     else:

@@ -21,7 +21,7 @@ from mlxpool.gateway.formats.events import (
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
-TOOL_PREFIX = "functions."  # the text before the name of a tool of the request
+TOOL_PREFIX = "functions."  # prefix of the names of the request's tools
 # The member of a message that has its thoughts: in requests, and in the template.
 REQUEST_THOUGHTS, TEMPLATE_THOUGHTS = "reasoning_content", "thinking"
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")

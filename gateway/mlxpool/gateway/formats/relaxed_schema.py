@@ -87,7 +87,7 @@ def _is_known(key: str, value: Any, root: Mapping[str, Any]) -> bool:
     if key == "$ref":
         return isinstance(value, str) and _points_into(value, root)
     if key in _BOUNDS and isinstance(value, bool):
-        return True  # a keyword of older drafts
+        return True  # a boolean bound of older JSON Schema drafts
     check = _CHECKS.get(key)
     return check is None or check(value)
 

@@ -11,11 +11,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-LEAST_BEHIND = 256  # least characters of the rest; a shorter text is not worth a change
+LEAST_BEHIND = 256  # least characters after the moved lines; nothing is moved in a shorter text
 MAX_LINE = 200  # most characters of a line with a value and its name
 MAX_LINES = 4  # most lines at the begin of the text that are examined
 # A header of a request that a program has put into the text, such as x-anthropic-billing-header.
-# Its value has no spaces, or is pairs of a name and a value, directly before other text.
+# The value is a word to the end of the line, or pairs `NAME=VALUE;` that other text may follow.
 _HEADER = re.compile(
     r"x-[a-z0-9-]+:(?:(?:[ \t]*[\w.-]+=[^;\s]*;)+[ \t]*(?:\n+)?|[ \t]*\S*[ \t]*(?:\n+|$))",
     re.IGNORECASE,
@@ -25,7 +25,7 @@ _VALUE = (
     r"|\d\d?[./]\d\d?[./]\d{2,4}(?:[ ,]+\d\d?:\d\d[^\n]*)?"
     r"|\d\d?:\d\d(?::\d\d)?[^\n]*"
     r"|(?:[A-Z][a-z]+, )?(?:[A-Z][a-z]+ \d\d?,? \d{4}|\d\d? [A-Z][a-z]+ \d{4})[^\n]*"
-    r"|\d{10,19}"  # seconds or milliseconds
+    r"|\d{10,19}"  # seconds or milliseconds since 1970
     r"|(?=[\w-]*\d)[\w-]*[0-9a-f]{5,}[\w-]*)"  # an id with hexadecimal digits
 )
 # A line that has only the name of a value and the value.

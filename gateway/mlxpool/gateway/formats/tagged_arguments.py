@@ -21,10 +21,10 @@ WHITE_SPACE: Mapping[str, Any] = {
     "item_separator": ", ?",
     "key_separator": ": ?",
 }
-# The library ignores keywords that it does not know how to follow.
+# With `lenient` the grammar library ignores schema keywords that it does not support.
 LENIENT: Mapping[str, Any] = {**WHITE_SPACE, "lenient": True}
 DEFINITIONS = ("$defs", "definitions")
-_COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf"})  # may name further parameters
+_COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf"})  # keywords that may add parameters
 _ANNOTATIONS = frozenset(
     {"$comment", "$schema", "default", "deprecated", "description", "examples", "title"}
 )
@@ -38,7 +38,7 @@ class Held(Enum):
     """How strictly a grammar makes the arguments of a call follow the tool's parameters."""
 
     ALL = "all"
-    MOST = "most"  # as far as a grammar can follow them
+    MOST = "most"  # as far as a grammar can express the parameters
     NONE = "none"
 
 

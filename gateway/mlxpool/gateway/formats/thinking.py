@@ -19,8 +19,8 @@ class Thinking:
         self._inside = inside
         self._passed = False  # the thoughts are complete or absent
         self._thought = False  # some thoughts are not white space
-        self._held = ""  # white space, perhaps at an end of the thoughts
-        self._keep_space = True  # white space at this point of the answer is part of it
+        self._held = ""  # white space that is dropped if the thoughts begin or end here
+        self._keep_space = True  # white space that comes next belongs to the answer
 
     def push(self, text: str) -> list[Event]:
         if self._lexer is None:

@@ -287,7 +287,7 @@ class Generation:
                 await self._updates.put(update)
                 if update.result is not None:
                     return
-        except Exception as error:  # raised by `_next` in the task that waits for updates
+        except Exception as error:  # `_next` raises it in the task that waits for updates
             await self._updates.put(error)
 
     def close(self) -> None:

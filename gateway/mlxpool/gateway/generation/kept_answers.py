@@ -30,10 +30,10 @@ from mlxpool.gateway.resumption import EventNumbers, Resumption
 
 KEY_BYTES = 16
 CANCELLED = "cancelled"
-SEED_BYTES = 6  # size of a seed that is made from the key: every JSON reader keeps its digits
+SEED_BYTES = 6  # bytes of a seed made from the key: few, so that every JSON reader keeps all digits
 REPORTS = ("echo", "prompt_logprobs")  # options of streams that jobs do not have
-# A page of the store has thousands of steps. After this many steps other requests are served, and a
-# closed connection of this request is noticed.
+# Steps after which other requests are served, and a closed connection of this request is noticed.
+# A page of the store has thousands of steps.
 STEPS_AT_ONCE = 32
 FAILED = ("dead", "expired")  # states of jobs that ended with an error
 

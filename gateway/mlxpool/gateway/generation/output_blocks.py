@@ -25,7 +25,7 @@ from mlxpool.gateway.formats.events import (
 )
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate, Updates, call_ids
 
-ENDS_EARLY = ("length", "cancelled")  # reasons of an end at which a block may be cut
+ENDS_EARLY = ("length", "cancelled")  # reasons of an answer's end that may cut a block
 
 
 class Kind(Enum):
@@ -52,7 +52,7 @@ class Block(Struct, eq=False):
     """
 
     kind: Kind
-    index: int  # number in the answer
+    index: int  # the block's number in the answer
     id: str = ""  # id of a call
     name: str = ""
     text: str = ""
@@ -84,7 +84,7 @@ class OutputBlocks:
         self.blocks: list[Block] = []
         self._call_id = call_id or call_ids(secrets.token_hex())
         self._open: Block | None = None
-        self._logprobs: list[Mapping[str, Any]] = []  # of the text in the parser
+        self._logprobs: list[Mapping[str, Any]] = []  # of text that is in no block yet
 
     @property
     def calls(self) -> int:

@@ -26,7 +26,7 @@ from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
 
-CLOSE_TIME = 2.0  # seconds for unfinished work of clients that are gone, when the gateway ends
+CLOSE_TIME = 2.0  # seconds that an ending gateway has for unfinished work of disconnected clients
 Answer = TypeVar("Answer")
 
 UNNAMED = (

@@ -27,7 +27,7 @@ from mlxpool.gateway.field_checks import Body
 
 MAX_CACHE_KEY = 256  # most characters of prompt_cache_key
 
-# The defaults of these interfaces that differ from the pool's.
+# The defaults of OpenAI's and Anthropic's interfaces that differ from the pool's.
 DEFAULTS: Mapping[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -88,7 +88,7 @@ def sampling_options(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[
     fields_set = {**body, "top_k": 0} if body.get("top_k") == -1 else body
     options = {**DEFAULTS, **fields.options(fields_set, names, checks=API_CHECKS)}
     if options.get("seed") == -1:
-        del options["seed"]  # choice i of a request has seed + i
+        del options["seed"]  # choice i has seed + i, so -1 would make the seeds -1, 0, …
     return options
 
 

@@ -10,7 +10,7 @@ from mlxpool.gateway.description.schemas import integer as integers
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import Body, check_names
 
-BRACKETS = "[]"  # the end of the name of a field with several values, as some clients write it
+BRACKETS = "[]"  # suffix that some clients add to the name of a field with several values
 
 
 def checked(query: Mapping[str, str], fields: Body) -> dict[str, str]:

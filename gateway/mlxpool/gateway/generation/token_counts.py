@@ -115,7 +115,7 @@ async def fitted(pool: PoolAccess, chat: ChatRequest, model: ModelInfo, field: s
     all_cuts = cuts(chat.messages)
     if not model.context or await fits(all_cuts[0]):
         return chat
-    low, high = 1, len(all_cuts) - 1  # `high` fits, or is the last cut
+    low, high = 1, len(all_cuts) - 1  # cut `high` fits, or is the last cut
     while low < high:
         middle = (low + high) // 2
         if await fits(all_cuts[middle]):

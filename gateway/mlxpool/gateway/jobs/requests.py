@@ -51,7 +51,7 @@ from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation.images import image_list
 
-MAX_NUMBER = 2**53  # greatest number of a job, of an end, of an id
+MAX_NUMBER = 2**53  # greatest `seq`, `end_seq`, generation and index of an id in a query
 MAX_POOLS = 1000  # most pools of one gateway
 MAX_KEY = 256  # characters
 OPTIONS = Body({name: MAP if name == "format" else option(name) for name in CHECKS})

@@ -23,7 +23,8 @@ from mlxpool.gateway.jobs.requests import MAX_NUMBER, MAX_POOLS, JobRequest
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
 
-FIRST_WAIT = 0.5  # seconds in which an error of the reading is answered with its own status
+# Seconds until the stream begins. An earlier error of the read has its own HTTP status.
+FIRST_WAIT = 0.5
 NO_CONTENT = 204
 
 

@@ -79,7 +79,7 @@ OPTIONS_REFUSED: RefusedFields = {
     "mirostat": ((0,), "leave it out"),
     "penalize_newline": ((True,), "leave it out"),
 }
-# Options that take any negative value in Ollama, and the pool's value for these.
+# option that may have any negative value in Ollama -> the pool's value for a negative value
 NEGATIVE: Mapping[str, int] = {
     "seed": -1,  # a random seed
     "top_k": 0,  # all tokens
@@ -195,7 +195,7 @@ PULL = Body(
     {**NAMED, "stream": described("true if it is absent", FLAG)}, (), {"insecure": ANY}, open=True
 )
 
-# Fields that would change the answer, and have another place or another name here.
+# field that would change the answer -> its place or name in this interface
 IN_OPTIONS = {
     **{name: f"options.{name}" for name in OPTIONS},
     "max_tokens": "options.num_predict",

@@ -18,7 +18,7 @@ MIN_DIGEST = 12  # least digits that Ollama's command line shows
 UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))  # units of numbers of parameters
 LAYOUT = re.compile(r"(\d+)-bit (\w+)")  # the start of the pool's description of quantised weights
 FLOATS = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-LEVELS = {2: "Q2_K", 3: "Q3_K_M", 6: "Q6_K"}  # bits that have no level Qn_0 in Ollama
+LEVELS = {2: "Q2_K", 3: "Q3_K_M", 6: "Q6_K"}  # bits for which Ollama has no level Qn_0
 # detail of a model, see docs/models.md -> end of a key of `model_info`, after the architecture
 DETAILS = {
     "width": "embedding_length",
@@ -104,7 +104,7 @@ def capabilities(model: ModelInfo) -> list[str]:
         "tools": chat.tools is not None or chat.generic_tools == ALWAYS,
         "thinking": chat.thinking is not None,
         "vision": model.vision,
-        "format": FORMAT in model.features,  # not one of Ollama's names
+        "format": FORMAT in model.features,  # Ollama has no such capability
     }
     return [name for name, there in abilities.items() if there]
 

@@ -56,8 +56,9 @@ NO_GENERATION = "vectors are made without it: a longer text than the model reads
 UNKNOWN = "it is not known, as to Ollama"
 NO_EFFECT = "an option of Ollama has no effect"
 
-MakeBody = Callable[[OutputPart, float], dict[str, Any]]  # the time belongs to the piece
-Finish = Callable[[Result], Awaitable[Mapping[str, Any]]]  # further members of the end
+# Arguments: a part of the answer, and the creation time that it shows.
+MakeBody = Callable[[OutputPart, float], dict[str, Any]]
+Finish = Callable[[Result], Awaitable[Mapping[str, Any]]]  # returns more members of the last body
 HOW_TO_GET = (
     "nothing is downloaded: put a folder with the model's config.json, *.safetensors and"
     " tokenizer.json on the pool's machine, name it with `mlxpool serve --model {name}=FOLDER`, or"
@@ -360,7 +361,7 @@ class ModelRoutes:
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
-        self._started_at = int(time.time())  # the time of a model without files
+        self._started_at = int(time.time())  # shown as the time of a model without files
 
     async def version(self, response: ResponseWriter) -> None:
         """Answers GET /api/version with the version of this package."""

@@ -48,7 +48,7 @@ FORMATS = ("float", "base64")
 UNBOUNDED: Schema = {
     "type": "integer",
     "const": -1,
-}  # names of Ollama, llama.cpp and LM Studio for bounds of tokens
+}  # no bound of tokens, as clients of Ollama, llama.cpp and LM Studio send it
 
 # field -> option of the pool
 SAMPLING: Mapping[str, str] = {
@@ -212,7 +212,7 @@ COMMON: Mapping[str, Schema] = {
         "log-probabilities of the prompt with this many alternatives", integer(0, MAX_TOP_LOGPROBS)
     ),
 }
-EFFORTS: Mapping[str, str] = {  # names of clients -> levels of the pool
+EFFORTS: Mapping[str, str] = {  # level names of clients -> levels of the pool
     "minimal": "low",
     "low": "low",
     "medium": "medium",
@@ -302,7 +302,7 @@ COMPLETION = Body(
 # ---- models of texts -------------------------------------------------------------------------
 
 INPUTS = listed(NAME, 1, MAX_INPUTS)
-CUTS: Mapping[str, bool] = {"END": True, "NONE": False}  # names of clients -> `truncate`
+CUTS: Mapping[str, bool] = {"END": True, "NONE": False}  # values of clients -> `truncate`
 VECTORS_ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
     (
         "user",

@@ -12,12 +12,12 @@ from typing import Any
 
 from mlxpool.gateway.field_checks import NO_ROOM
 
-# Types of parts of an earlier answer that are not text for the next answer.
+# Types of parts of an earlier answer that the model does not read for the next answer.
 NOT_SAID = ("thinking", "redacted_thinking", "reasoning", "audio")
 READ = ("text", "image_url")
-# Further types of parts of a result, which no model reads.
+# Further types of parts of a tool's result, which no model reads.
 FILES = ("file", "input_file", "image", "input_image", "input_audio", "audio_url", "video_url")
-# Types of parts with text in the other interfaces -> the member with the text.
+# Types of text parts in other interfaces -> the member with the text.
 TEXTS: Mapping[str, str] = {
     "input_text": "text",
     "output_text": "text",

@@ -14,7 +14,7 @@ from mlxpool.gateway.field_checks import RefusedFields
 
 _LEAVE_OUT = "leave it out"
 NEUTRAL: RefusedFields = {
-    **dict.fromkeys(  # off at 0: samplers that are not built
+    **dict.fromkeys(  # options that are not built, mostly of samplers; 0 turns each off
         (
             "min_tokens",
             "mirostat",
@@ -35,7 +35,7 @@ NEUTRAL: RefusedFields = {
         ),
         ((0,), _LEAVE_OUT),
     ),
-    **dict.fromkeys(  # off at 1
+    **dict.fromkeys(  # options that are not built; 1 turns each off
         (
             "typical_p",
             "typical",
@@ -110,7 +110,7 @@ NEUTRAL: RefusedFields = {
         ((), "LoRA adapters are not applied: merge one into the weights of its model"),
     ),
 }
-# Parameters of samplers that are off, and fields that cannot change the answer.
+# Parameters of samplers that are turned off, and fields that cannot change the answer.
 WITHOUT_EFFECT: Mapping[str, Schema] = dict.fromkeys(
     (
         "mirostat_tau",

@@ -164,7 +164,8 @@ def completion(body: Mapping[str, Any]) -> CompletionRequest:
     if top is not None:
         options |= {"logprobs": True, "top_logprobs": top}
     if echo and top is not None and options["max_tokens"] == 1 and "format" not in options:
-        # Evaluation programs drop the last token, because they expect a generated token there.
+        # Evaluation programs expect one generated token at the end, and drop it. `ignore_eos` makes
+        # sure that this token exists.
         options["ignore_eos"] = True
     return _request(body, _prompts(body.get("prompt")), options, ())
 
@@ -254,7 +255,7 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     for _, tool in fields.tools_of_kind(body, ("function", None)):
         if isinstance(tool.get("function"), Mapping):
             functions.append({**tool, "type": "function"})
-        elif tool.get("type"):  # as in /v1/responses
+        elif tool.get("type"):  # the form of /v1/responses
             members = {key: value for key, value in tool.items() if key != "type"}
             functions.append({"type": "function", "function": members})
         else:

@@ -27,7 +27,8 @@ from mlxpool.gateway.openai.fields import (
     SCORE,
 )
 
-# Types of inputs by the names of Cohere's, NVIDIA's and Voyage's clients, and of prompts.
+# Groups of equal types of inputs: names in Cohere's, NVIDIA's and Voyage's clients, and names of
+# prompts.
 SAME_TYPES = (("query", "search_query"), ("document", "passage", "search_document"))
 
 

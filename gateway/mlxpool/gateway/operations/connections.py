@@ -26,7 +26,7 @@ from mlxpool.gateway.operations.exchange import NOT_HTTP, REQUEST_ID, Exchange
 
 log = logging.getLogger("mlxpool.gateway")
 
-# Connections that asyncio accepts before it runs their protocols, which apply the bound.
+# Connections that asyncio accepts at once, before their protocols apply the bound.
 ACCEPTED_AT_ONCE = 16
 RESERVED = 128  # descriptors for the pool, files, and connections accepted beyond the bound
 FEWEST, MOST = 16, 65536  # bounds of the number of connections
@@ -98,7 +98,7 @@ class Connections:
         self.header_time = header_time
         self.unparsable = unparsable
         self._open: set[BoundedProtocol] = set()
-        self._waiting: dict[BoundedProtocol, None] = {}  # without a request, the oldest first
+        self._waiting: dict[BoundedProtocol, None] = {}  # idle connections, the oldest first
         self._log = LogInterval()
 
     def opened(self, connection: BoundedProtocol, now: float) -> bool:
@@ -193,7 +193,7 @@ class BoundedProtocol(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             client = None if self.client is None else self.client[0]
             request_id = self.book.unparsable(client).id
-        else:  # the record of the request with this body shows that the client is gone
+        else:  # bytes in a request's body: the request's record shows that the client is gone
             request_id = uuid.uuid4().hex
             self.cycle.disconnected = True
             self.cycle.message_event.set()

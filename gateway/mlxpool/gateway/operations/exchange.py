@@ -29,7 +29,7 @@ class Exchange(Struct, eq=False):
 
     id: str
     method: str
-    route: str  # the path as the table of routes has it
+    route: str  # the route's path in the table of routes
     started: float
     client: str | None = None  # the peer's address
     path: str | None = None  # the requested path, if it is not a route

@@ -35,7 +35,7 @@ PREFIX = "mlxpool_gateway"
 CAUSES = ERROR, DISCONNECT = "error", "disconnect"  # causes of an early end of a stream
 
 Counts = Counter[tuple[str, ...]]  # by the values of the labels
-Histograms = defaultdict[tuple[str, ...], Histogram]  # the same
+Histograms = defaultdict[tuple[str, ...], Histogram]  # by the values of the labels
 
 
 class Metrics:

@@ -51,7 +51,7 @@ def read(
     "lines",
     [
         [line("a"), line("b")],
-        [line("a") + b"\r", line("b") + b"\r", b"\r", b""],  # of a file with CRLF
+        [line("a") + b"\r", line("b") + b"\r", b"\r", b""],  # lines of a file with CRLF
         [b"\xef\xbb\xbf" + line("a"), line("b")],  # a byte order mark
         [b"", b"   ", line("a"), b"\t", line("b"), b""],
         [b"  " + line("a"), line("b") + b"  "],

@@ -33,5 +33,5 @@ def test_a_failure_after_which_the_response_went_on_keeps_its_number() -> None:
     frame = ResponseFrame("a" * 32, 0, {"model": "m"}, summary=False)
     events = ResponseEvents(frame, OutputBlocks(call_ids("a")), 0)
     assert numbers(events.head()) == [0, 1]
-    assert events.update(ChoiceUpdate(0, (), failures=2)) == b""  # these were events 2 and 3
+    assert events.update(ChoiceUpdate(0, (), failures=2)) == b""  # the failures were events 2 and 3
     assert numbers(events.failed(HttpError(500, "lost", "worker_lost"))) == [4]

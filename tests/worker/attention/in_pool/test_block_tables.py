@@ -39,7 +39,7 @@ def _passes(draw: random.Random, store: BlockStore, uploads: Uploads) -> None:
             if draw.random() < 0.2:
                 store.rewind(row, draw.randrange(row.offset + 1))
             if row.offset and draw.random() < 0.2:
-                store.keep(row, 0, row.offset)  # so that its last block is copied
+                store.keep(row, 0, row.offset)  # so that the row has to copy its last block
             row_end = min(row.offset + draw.randrange(1, 6), SIZE * ENTRIES)
             store.reserve(row, row_end)
             row.offset = row_end
@@ -53,6 +53,6 @@ def _passes(draw: random.Random, store: BlockStore, uploads: Uploads) -> None:
             for line, row in zip(lines, inside, strict=True):
                 assert device[line, : len(row.table)].tolist() == row.table
                 assert tables.numbers[line, : len(row.table)].tolist() == row.table
-            assert tables.update(inside, lines) is None  # nothing has changed since
+            assert tables.update(inside, lines) is None  # nothing has changed since the last update
         if rows and draw.random() < 0.3:
             store.release(rows.pop(draw.randrange(len(rows))))

@@ -112,7 +112,7 @@ def test_a_row_copies_a_shared_block_before_it_writes(kernels: bool) -> None:
     assert store.free_blocks == BLOCKS - 2
     append((row, first), some(3))
     append((twin, second), some(3))
-    assert store.free_blocks == BLOCKS - 4  # each has a copy of the partly filled one
+    assert store.free_blocks == BLOCKS - 4  # each row has a copy of the partly filled block
     store.free(kept)
     assert store.free_blocks == BLOCKS - 3
 
@@ -262,7 +262,7 @@ def test_admissions_releases_hits_and_evictions_change_no_token(
     while drawn < most:
         while store.free_blocks < 5 * (4 - len(steps.live)) + 3 and engine.inspect().memory.shrink(
             4
-        ):  # as the compute thread does
+        ):  # evicts prefixes, as the compute thread does
             pass
         if len(steps.live) < 4 and draw.random() < 0.1:
             for _ in range(draw.randrange(1, 5 - len(steps.live))):

@@ -41,7 +41,7 @@ class RecordingRunner(RaggedRunner):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.recorded: list[list[int]] = []
-        self.parts: list[Any] = []  # of each pass
+        self.parts: list[Any] = []  # parts of each pass
 
     def _compiled(self, shape: PlanShape) -> Any:
         def note(plan: Any, drawn: Any) -> tuple[list[Any], list[Any]]:
@@ -63,7 +63,7 @@ class Passes:
         model: Any = None
         self.runner = RecordingRunner(model, self.store, pool, ROWS, probe, self.uploads)
         self.numbers = self.runner.recorded
-        self.rows: list[Any] = []  # of the store
+        self.rows: list[Any] = []  # rows of the store
         self.kept: list[BlockRun] = []
 
     def enter(self, tokens: int) -> None:

@@ -218,7 +218,7 @@ def test_few_compiled_passes_are_kept_and_give_the_same_logits(
         return call(passes, kind, *given)
 
     monkeypatch.setattr(CompiledPasses, "__call__", noted)
-    for tokens in (1, 60, 300, 300, 1, 1):  # into another block or width, but for the last
+    for tokens in (1, 60, 300, 300, 1, 1):  # all but the last enter another block or width
         append((row, other), tokens)
         ids = mx.array([tokens % 50])
         got = batch([row], ids).logits

@@ -17,8 +17,8 @@ HALVES = {  # type -> offsets of the float16 numbers in a block
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
-# The root mean square of the error divided by that of the weights, for types whose numbers are
-# rounded once more. The types' own errors are some 0.3, 0.12 and 0.02.
+# The largest RMS error relative to the RMS of the weights, for types whose numbers are rounded a
+# second time, to 8 bits. The errors of the types themselves are some 0.3, 0.12 and 0.02.
 ROUNDED = {"Q2_K": 0.003, "Q3_K": 0.004, "Q6_K": 0.006}
 LAID_OUT = {kind: block for kind, block in BLOCK_TYPES.items() if block.layout is not None}
 

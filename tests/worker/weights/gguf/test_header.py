@@ -78,7 +78,7 @@ def test_other_formats_and_versions(file: Path, tmp_path: Path) -> None:
 
 def test_absurd_counts_take_no_memory(file: Path) -> None:
     words = refusal(rewritten(file, 8, struct.pack("<Q", 2**60)))  # number of tensors
-    assert "axes, must have 1 to 4" in words  # of the data after the list of tensors
+    assert "axes, must have 1 to 4" in words  # of data after the list, read as a tensor
     words = refusal(rewritten(file, 24, struct.pack("<Q", 2**62)))  # bytes of the first key
     assert "cut short" in words
 

@@ -30,7 +30,7 @@ from mlxpool.worker.weights.load import load  # noqa: E402
 from support.model_logits import logits_of  # noqa: E402
 
 Change = Callable[[Path], None]
-WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}  # rows are whole blocks of 32
 LLAMA: dict[str, Any] = {**WIDE, "attention_bias": True}
 EXPERTS: dict[str, Any] = {
     **WIDE,
@@ -204,7 +204,7 @@ def test_texts_are_those_of_the_folder(tmp_path: Path) -> None:
     for text in ("Hello, wörld!\n  1234 \U0001f600", "<|user|>hi</s>"):
         assert ours.encode(text)[1:] == theirs.encode(text)
         assert ours.decode(ours.encode(text)[1:]) == theirs.decode(theirs.encode(text))
-    assert ours.prefix == (256,)  # add_bos_token
+    assert ours.prefix == (256,)  # the BOS token, due to add_bos_token
     asked = chat_ids(ours, [{"role": "user", "content": "hi"}])
     assert ours.decode(asked.ids).endswith("<|user|>hi<|assistant|>")
     assert here.eos_ids == frozenset({EOS})
@@ -236,7 +236,7 @@ def test_a_split_model(tmp_path: Path) -> None:
     llama(tmp_path, split=5)
     parts = sorted(tmp_path.glob("*.gguf"))
     assert len(parts) > 2
-    for path in (tmp_path, *parts):  # any part stands for all
+    for path in (tmp_path, *parts):  # the path of any part means the whole model
         model_folder = opened(path)
         assert model_folder.shards == tuple(parts)
     folder = write_checkpoint(tmp_path / "folder", **LLAMA)
@@ -250,7 +250,7 @@ def test_a_split_model(tmp_path: Path) -> None:
 
 def test_a_folder_of_one_model(tmp_path: Path) -> None:
     file = llama(tmp_path)
-    (tmp_path / "mmproj-F16.gguf").write_bytes(b"GGUF")  # for images
+    (tmp_path / "mmproj-F16.gguf").write_bytes(b"GGUF")  # an image encoder, not a model
     assert opened(tmp_path).path == file
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     assert "has 2 models (m.gguf, other.gguf): name one of the files" in refusal(tmp_path)
@@ -267,7 +267,7 @@ def test_safetensors_in_the_folder_are_what_it_means(tmp_path: Path) -> None:
 
 def test_what_downloads_leave_beside_a_file(tmp_path: Path) -> None:
     file = llama(tmp_path)
-    (tmp_path / "._m.gguf").write_bytes(b"")  # of macOS
+    (tmp_path / "._m.gguf").write_bytes(b"")  # a metadata file of macOS
     assert opened(tmp_path).path == file
     (tmp_path / "m.gguf.aria2").write_bytes(b"")
     for path in (tmp_path, file):

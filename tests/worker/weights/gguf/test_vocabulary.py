@@ -111,7 +111,7 @@ def test_tokens_of_all_types() -> None:
     size = len(metadata[f"{KEY}tokens"])
     ids = ours.encode("a<|im_start|><tool>[PAD1]", add_special_tokens=False).ids
     assert ids[1:3] == [size - 3, size - 2]
-    assert size - 1 not in ids  # it is unused
+    assert size - 1 not in ids  # [PAD1] has the type UNUSED
     added = ours.get_added_tokens_decoder()
     assert {id: token.special for id, token in added.items()} == {size - 3: True, size - 2: False}
 

@@ -9,7 +9,7 @@ from mlxpool.worker.caches.stored import AUTO, INT8, Numbers
 Arrays = tuple[mx.array, ...]
 GREATEST = 127  # the greatest absolute integer; -128 is not used
 SCALES = mx.bfloat16
-NUMBER_DTYPES = {Numbers.INT8: mx.int8, Numbers.SCALE: SCALES}  # others have the model's dtype
+NUMBER_DTYPES = {Numbers.INT8: mx.int8, Numbers.SCALE: SCALES}  # other numbers: the model's dtype
 
 
 def dtype_of(numbers: Numbers, model: mx.Dtype) -> mx.Dtype:

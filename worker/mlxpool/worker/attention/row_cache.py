@@ -170,7 +170,8 @@ class StateLayer:
 
     def __init__(self, spec: RecurrentSpec) -> None:
         self._spec = spec
-        self._before: dict[int, Arrays | StateSlice] = {}  # by number of tokens, oldest first
+        # Earlier states by number of tokens, oldest first.
+        self._before: dict[int, Arrays | StateSlice] = {}
         self._now: Arrays | StateSlice = ()
 
     @property

@@ -16,7 +16,7 @@ from mlxpool.worker.caches.kinds import CacheKind, FullCache, StateCache, Window
 from mlxpool.worker.caches.specs import CacheSpec, KeyValueSpec, LatentSpec, RecurrentSpec
 from mlxpool.worker.caches.stored import AUTO, INT8, StoredArray
 
-READS_AT_A_TIME = 3  # how many readings have dequantised numbers in memory, measured with slabs
+READS_AT_A_TIME = 3  # reads with dequantised numbers in memory at a time, measured with slabs
 Arrays = tuple[mx.array, ...]
 
 

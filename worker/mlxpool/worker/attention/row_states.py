@@ -19,7 +19,7 @@ from mlxpool.worker.kernels.recurrent.span_states import (
 )
 from mlxpool.worker.layers.layer_types import SpanScan
 
-Place = tuple[int, int]  # the number of a state's source array, its index there
+Place = tuple[int, int]  # the number of a state's source array, and the state's index in this array
 
 
 class StateSpan(Struct, frozen=True):
@@ -140,7 +140,7 @@ def sources_of(
         places.append((number, state.index))
     if len(sources) <= MAX_SOURCES:
         return tuple(sources), places
-    last = MAX_SOURCES - 1  # the source that has the copies
+    last = MAX_SOURCES - 1  # the number of the source with the copies
     copies: list[mx.array] = []
     for at, (number, index) in enumerate(places):
         if number >= last:

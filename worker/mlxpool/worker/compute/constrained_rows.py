@@ -17,7 +17,7 @@ from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 # The fewest forced tokens that are appended together. A pass that reads several tokens of a row
 # takes longer, which delays rows without a format.
 MIN_RUN = 4
-MIN_RUN_OF_ALL = 2  # the fewest if every row has a format
+MIN_RUN_OF_ALL = 2  # the fewest forced tokens if every row has a format
 NO_RUN = MAX_RUN + 1
 
 
@@ -28,7 +28,7 @@ class ConstrainedRows:
         self._engine = engine
         self._generations = generations
         self.mask_maker = Masks(engine.mask_memory)
-        self._held: list[Generation] = []  # rows whose masks were late
+        self._held: list[Generation] = []  # excluded from steps until their masks are made
 
     def min_run(self) -> int:
         """Returns the least number of forced tokens that are appended together, without draws.
@@ -111,7 +111,7 @@ class ConstrainedRows:
                 continue
             if sequence.has_unread:
                 self._engine.withdraw(sequence, again=False)
-            elif constraint is not None:  # None: the thoughts and their bound are over
+            elif constraint is not None:  # None: the row had only a ThoughtBound, now over
                 asking[constraint] = row
         if not asking:
             return NO_MASKS, []

@@ -194,9 +194,10 @@ class Decisions:
         self._generations = generations
         self._post = post
         self._open: dict[CallKey, DecideState] = {}
-        self._owners: OrderedDict[str, None] = OrderedDict()  # owners with open calls, in turn
+        # Owners with open calls, the next owner first.
+        self._owners: OrderedDict[str, None] = OrderedDict()
         self._lines: dict[RunKey, Line] = {}  # running lines
-        self._numbers = count(-1, -1)  # numbers of lines; runs of requests have positive numbers
+        self._numbers = count(-1, -1)  # negative numbers for lines; runs have positive numbers
 
     def __len__(self) -> int:
         return len(self._open)

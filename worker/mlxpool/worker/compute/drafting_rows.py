@@ -171,7 +171,7 @@ class DraftingRows:
         assert self.speculator is not None
         try:
             drafts = self.speculator.drafts(depths)
-        except Exception as error:  # no request depends on drafts
+        except Exception as error:  # requests continue without drafts
             self._require_device(error)
             self._failures += 1
             log.warning("drafts could not be made", extra={"times": self._failures}, exc_info=error)

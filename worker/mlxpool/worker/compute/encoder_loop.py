@@ -149,7 +149,7 @@ class EncoderLoop:
         log.warning("a pass failed", exc_info=error)
         self._progress.failed()
         if not isinstance(error, PoolError):
-            # The broker's time limit applies in this phase, and finds a device that hangs.
+            # In this phase the broker's time limit applies, which detects a device that hangs.
             self._progress.enter("decode")
             self._progress.moved()
             if not self._encoder.device_works():

@@ -66,7 +66,7 @@ def run(config: WorkerConfig, inbox: Inbox) -> int:
     try:
         follower = _load(config, progress)
         progress.enter("idle")
-        block.write("orders", done := 1)  # `Begin`
+        block.write("orders", done := 1)  # `Begin` counts as an order
         while (message := inbox.take()) is not None:
             follower.handle(message)
             done += 1
@@ -214,7 +214,7 @@ class Follower:
         assert self._before is not None, "a pass is computed before it is repeated"
         spans, before = self._before
         _change_rows(self._required_pool(), message)
-        # The layout recognises the spans by the list object.
+        # The layout recognises repeated spans by the identity of the list.
         self._compute(spans, replace(before, ids=message.ids, drawn=message.drawn, fresh=False))
 
     def _compute(self, spans: list[RowSpan], message: Pass) -> None:
@@ -273,7 +273,7 @@ def _change_rows(pool: _Pool, message: Pass | Again) -> None:
             row = pool.layout.store.new_row()
             pool.rows[number] = row
         row = pool.rows[number]
-        if first < len(row.table):  # invalidates the stored state of passes about their rows
+        if first < len(row.table):  # stored states of decoding rows become invalid
             pool.layout.store.changes += 1
         row.table[first:] = blocks
         row.changed = min(row.changed, first)

@@ -238,7 +238,7 @@ class Generations:
         self.of = self._by_sequence.__getitem__  # generations by live sequence
         self._next_deadline = math.inf  # a time at or before the earliest deadline
         self._constrained: dict[Sequence, Generation] = {}  # generations with a constraint
-        self.constrained_of = self._constrained.get  # by sequence, if it has a constraint
+        self.constrained_of = self._constrained.get  # a sequence's generation, if constrained
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -332,7 +332,7 @@ class Generations:
         """Free a sequence's memory in the engine; the sequence may be admitted again."""
         try:
             self._engine.release(sequence)
-        except Exception:  # may cost memory or cached prefixes, but must not end a stream
+        except Exception:  # an error may cost memory or prefixes, but must not end a stream
             log.exception("a sequence could not be released")
 
 

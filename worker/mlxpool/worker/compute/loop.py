@@ -96,7 +96,7 @@ class ComputeLoop:
         """
         deltas: list[Delta] = []
         while not self._generations and self._steps.in_flight:
-            self._steps.collect()  # the sequences of these steps have left
+            self._steps.collect()  # all sequences of these steps have ended
         if not self._generations and not self._decisions:
             self._report_memory(monotonic())
             self._steps.pause()

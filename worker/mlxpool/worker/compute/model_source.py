@@ -46,9 +46,9 @@ COUNTS = "the counting model answers with numbers"
 THE_COUNTING_MODEL, A_MODEL_OF_TEXTS = "the counting model", "a model of texts"
 WITH_MLX_LM = "mlx-lm's code computes this model, and draws its tokens"
 
-# Seconds that the compute thread may keep the GIL while the main thread waits. On a GPU it builds a
-# pass in 1 to 1.5 ms; the main thread runs while MLX evaluates the pass. 32 streams of a model of
-# 1B had 0.8 times as many tokens with the 0.5 ms of other workers as with 3 ms.
+# Seconds that the compute thread may keep the GIL while the main thread waits. On a GPU the compute
+# thread builds a pass in 1 to 1.5 ms; the main thread runs while MLX evaluates the pass. With the
+# 0.5 ms of other workers, 32 streams of a model of 1B got 0.8 times as many tokens as with 3 ms.
 GPU_SWITCH_INTERVAL = 0.002
 
 MIN_MODEL_CONTEXT = 4  # the least context in tokens that the warm-up of a model needs
@@ -143,7 +143,8 @@ def require_unset_kv(config: ModelConfig, what: str) -> None:
     require_no_kv(config.kv, what)
 
 
-# Each raises ModelLoadFailed for a setting that the counting model and models of texts lack.
+# Each function raises ModelLoadFailed if a setting is used that the counting model and encoder
+# models do not support.
 PLAIN_CHECKS = (require_one_device, require_unset_kv, require_no_disk, require_no_drafts)
 
 
@@ -236,7 +237,7 @@ def _folder(
     part = part_of(folder, 0, config.devices) if config.devices > 1 else None
     draft = draft_of(folder, config)
     text, source = _text_of(folder)
-    _release_free_memory()  # the tokenizer's: preparing processes have their own
+    _release_free_memory()  # of the tokenizer: preparing processes have their own tokenizers
     context = min(folder.context, config.context or folder.context)
     draft_bytes = 0 if draft is None else draft.weight_bytes
 
@@ -460,5 +461,5 @@ def as_load_error(error: BaseException, name: str) -> PoolError:
 def _release_free_memory() -> None:
     """Return freed memory to the operating system, if the C library can (glibc)."""
     if sys.platform == "linux":
-        with contextlib.suppress(AttributeError, OSError):  # another C library
+        with contextlib.suppress(AttributeError, OSError):  # not glibc
             ctypes.CDLL(None).malloc_trim(0)

@@ -98,7 +98,7 @@ class Progress:
         self.block.write_request(request)
         self.block.write("tokens", tokens)
         self._units = tokens
-        if self._compiling:  # compiled for drafts, which are made now
+        if self._compiling:  # the compilation was for drafts, which exist now
             self._end_compiling()
             self.moved()
         self.enter("prefill" if tokens else "decode")

@@ -123,7 +123,7 @@ class Steps:
             self._require_device(error, None)
             return [self._generations.fail(sequence, as_pool_error(error))]
         sequence.phase = Phase.RUNNING
-        self.drafting.pause()  # a prefix may have been copied
+        self.drafting.pause()  # the admission may have copied a prefix, which takes time
         if log.isEnabledFor(logging.DEBUG):
             self._log_prefix(sequence)
         if self._failed_joint_steps >= MAX_FAILED_JOINT_STEPS:
@@ -157,7 +157,7 @@ class Steps:
         deltas = self._encode(job)
         live = self._generations.sequences()
         rows = [sequence for sequence in live if not sequence.reads_prompt]
-        # If streams decode, this step reads no prompts, because of the time of the image.
+        # If streams decode, this step reads no prompts: encoding the image already took time.
         return deltas + self._run(rows if any(map(self._is_live, rows)) else live)
 
     def _encode(self, job: ImageJob) -> list[Delta]:
@@ -340,7 +340,7 @@ class Steps:
             for sequence in suspects:
                 sequence.read_alone = True
         else:
-            if any(flight.step.alone for flight in flights):  # explains a failed joint step
+            if any(flight.step.alone for flight in flights):  # this explains a failed joint step
                 self._failed_joint_steps = max(0, self._failed_joint_steps - 1)
             ending = [sequence for sequence in hit if sequence in inside]
             deltas = [self._generations.fail(sequence, as_pool_error(error)) for sequence in ending]
@@ -359,7 +359,7 @@ class Steps:
         try:
             while self._engine.in_flight:
                 self._engine.collect()
-        except Exception as error:  # the engine also loses the other passes
+        except Exception as error:  # the engine drops the other passes, too
             log.warning("a pass in flight failed", exc_info=error)
 
     def _commit(self, drawn: list[SampledToken], drafts: Drafts) -> list[Delta]:
@@ -417,7 +417,7 @@ class Steps:
         """Raises DeviceLost, with `to_blame` as its `request`, if the device no longer computes."""
         if isinstance(error, PoolError | SequenceFailed):
             return  # raised by this program, not by the device
-        # The broker's time limit applies in this phase, and finds a device that hangs.
+        # In this phase the broker's time limit applies, which detects a device that hangs.
         self._progress.enter("decode")
         self._progress.moved()
         if not self._engine.device_works():

@@ -64,7 +64,7 @@ class Compute(threading.Thread):
         self._post = post
         self._open_source = open_source
         self._begin = begin
-        self._cpu_threads = process_cpu_threads()  # before other threads ask for a core
+        self._cpu_threads = process_cpu_threads()  # created before other threads ask for a core
         self._ended_by: BaseException | None = None
 
     def send(self, message: Inbound) -> None:
@@ -76,7 +76,7 @@ class Compute(threading.Thread):
         try:
             loop = self._load()
         except BaseException as error:  # the broker needs a reason for any error
-            stack = not isinstance(error, ModelLoadFailed)  # the error's text has the remedy
+            stack = not isinstance(error, ModelLoadFailed)  # ModelLoadFailed has the remedy
             log.error("the model cannot be served", extra={"why": str(error)}, exc_info=stack)
             self.progress.enter("unload")
             self._post(Unusable(model_source.as_load_error(error, self.config.name)))

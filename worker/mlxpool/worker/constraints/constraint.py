@@ -83,22 +83,23 @@ class Constraint:
         `small`: the grammar is short, so texts are tokenised quickly. `numbers`: a new bound of the
         answer's JSON numbers; None: no bound.
         """
-        self.matcher = matcher  # mask_batch.py gives it tokens and reads its masks, too
+        self.matcher = matcher  # mask_batch.py also gives tokens to it and reads its masks
         self.end_tokens = ends
         self.ends, self.others = ends.ends, ends.others
         self._canonical = canonical
         self._forced: deque[int] = deque()  # the next tokens, which the matcher does not have yet
         self._sought = False  # whether forced tokens were looked for after the newest token
-        self._accepts: bool | None = None  # after the newest token; None: the matcher was not asked
-        self._finished: bool | None = None  # the same
+        # `accepts` and `finished` after the newest token; None: not yet read from the matcher.
+        self._accepts: bool | None = None
+        self._finished: bool | None = None
         self._error: Exception | None = None  # the error that `take` raises
-        self._ahead: int | None = None  # a token of the matcher that `take` did not get yet
+        self._ahead: int | None = None  # a token that the matcher has, and `take` did not get yet
         self._thoughts: Thoughts | None = None  # None: the thoughts have ended
         self._numbers = numbers
         self.digest = digest
         self.tokens = tokens
         self.small = small
-        self.ended = False  # set when the answer ends: it needs no token and no mask
+        self.ended = False  # whether the answer has ended, so that it needs no token and no mask
         self.record = MaskRecord()
 
     def begin_in_thoughts(self, thoughts: Thoughts) -> None:
@@ -169,13 +170,13 @@ class Constraint:
         Until that call nothing else reads the matcher, so another thread may make the next mask.
         `find`: also finds the tokens that the format forces after this token.
         """
-        matcher, forced = self.matcher, self._forced  # for many rows in every step: few calls
+        matcher, forced = self.matcher, self._forced  # few calls: runs for many rows in every step
         self._ahead = token
         if self._numbers is not None:
             self._numbers.take(token)
         if forced:
             forced.popleft()
-            if forced:  # inside a text that is forced no answer is complete
+            if forced:  # an answer is not complete inside a forced text
                 self._accepts = self._finished = False
                 return
         accepts = self._accepts = matcher.is_accepting()
@@ -217,7 +218,7 @@ class Constraint:
         if self._numbers is not None:
             self._numbers.give_back()
         self.matcher.rollback(1)  # after an error here, the next mask fails, too
-        self._finished = self.finished  # as `accepts`, read before another mask is begun
+        self._finished = self.finished  # stored, as is `accepts`, before another mask is begun
 
     def forced(self, *, find: bool) -> list[int]:
         """Returns the next tokens that the format forces, at most MAX_RUN tokens.
@@ -267,7 +268,7 @@ class Constraint:
         """
         self._forget()
         if self._forced:
-            self._forced.popleft()  # the masked token is this token: no other token may follow
+            self._forced.popleft()  # the newest token: the mask allowed no other token
 
     def _forget(self) -> None:
         self._accepts, self._finished, self._sought = None, None, False

@@ -79,7 +79,7 @@ def grammar_of(format: Mapping[str, Any]) -> str:
 
 
 def _json_grammar(schema: Mapping[str, Any] | bool) -> str:
-    if isinstance(schema, bool):  # true: any value, false: none
+    if isinstance(schema, bool):  # true allows any value, false no value
         schema = {} if schema else {"not": {}}
     if OWN_OPTIONS in schema:
         raise BadRequest(f"format: the schema has the key {OWN_OPTIONS!r}, which is not supported")

@@ -20,10 +20,10 @@ from mlxpool.worker.constraints.mask_table import MaskTable, only
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-SHARE = 2  # one of this many cores makes masks: the other cores run the steps, which wait less
+SHARE = 2  # cores for each thread that makes masks: steps wait less if other cores are free
 MAX_THREADS = 8  # more threads make no mask sooner
 MANY = 16  # the fewest tokens that are appended with the GIL released
-FIRST_WORDS = 16  # words of a mask; nearly all masks have a bit there
+FIRST_WORDS = 16  # the first words of a mask; nearly all masks have a bit in these words
 
 
 class FilledTable(Struct, frozen=True):

@@ -22,8 +22,8 @@ from mlxpool.worker.constraints.constraint import Constraint, Words
 from mlxpool.worker.constraints.mask_batch import FilledTable
 from mlxpool.worker.constraints.mask_table import MaskTable
 
-# Processor seconds of masks that are made together without one of them counting as slow: one mask
-# may take about as long within the library's bounds. USUAL: seconds of each of many masks.
+# Processor seconds that jointly made masks may take while each still counts as quick: about as long
+# as one mask may take within the library's bounds. USUAL: allowed seconds for each of many masks.
 TOGETHER = 0.005
 USUAL = 0.0002
 Found = Words | int | Exception  # a mask [1, words], the line of a row without a mask, or an error

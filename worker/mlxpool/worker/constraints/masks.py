@@ -37,7 +37,7 @@ MAX_WAIT = 0.005  # seconds that a step waits for masks; the library's bounds ar
 IDLE_WAIT = 0.02  # seconds of a wait for a mask if there is nothing else to do
 BEGIN_WAIT = 0.001  # seconds of a wait for another thread to begin
 THREADS = 4
-FEW = 2  # quick masks made in the calling thread; or the number of cores
+FEW = 2  # least value of `few`, the quick masks that the calling thread makes itself
 LEAST_LINES = 8  # the fewest lines of a table
 
 
@@ -55,7 +55,7 @@ class Masks:
         self._memory = memory
         self._free: list[MaskTable] = []
         self._unread: list[Batch] = []  # batches with unread masks
-        self._ahead: Batch | None = None  # constraints' tokens that are not committed yet
+        self._ahead: Batch | None = None  # the batch with tokens that are not committed yet
         self._threads: ThreadPoolExecutor | None = None
         self._news = threading.Event()  # a mask was made since the last check in `wait`
 

@@ -22,7 +22,7 @@ MAX_EXPONENT = 2  # digits of an exponent, so that a number is finite as a doubl
 _OF_NUMBERS = b"0123456789+-.eE"
 _KEPT = 64  # bytes at the end of a number that are examined
 _FULL = re.compile(rb"(?:[0-9]{%d,}|[0-9.][eE][+-]?[0-9]{%d,})$" % (MAX_DIGITS, MAX_EXPONENT))
-_EXPONENT = re.compile(rb"[0-9.][eE][+-]?[0-9]?$")  # room for one or two more digits
+_EXPONENT = re.compile(rb"[0-9.][eE][+-]?[0-9]?$")  # an exponent with room for one or two digits
 # Outside of strings, only the letters e and E follow a JSON number: before other letters the number
 # is in a string.
 _LETTERS = frozenset(b"abcdfghijklmnopqrstuvwxyzABCDFGHIJKLMNOPQRSTUVWXYZ")
@@ -72,7 +72,7 @@ class NumberBound:
 
     def __init__(self, tokens: NumberTokens) -> None:
         self._tokens = tokens
-        self._tail = self._before = b""  # the bytes now, and before the newest token
+        self._tail = self._before = b""  # the last bytes now, and before the newest token
 
     def take(self, token: int) -> None:
         """Appends a token of the answer."""

@@ -20,7 +20,7 @@ from mlxpool.worker.prompt.thoughts import Thoughts
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-NEAR = 32  # tokens: more than a step and the step in flight together check for one request
+NEAR = 32  # tokens; a step and the step in flight check fewer tokens together for a request
 
 
 class ThoughtBound(Constraint):

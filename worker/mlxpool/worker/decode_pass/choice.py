@@ -19,7 +19,7 @@ from mlxpool.worker.layers.model_plan import Model
 
 log = logging.getLogger("mlxpool.worker")
 
-MIN_MULTIPROCESSORS = matmul_tiled.FULL_GPU_BLOCKS  # each computes a tile of each product
+MIN_MULTIPROCESSORS = matmul_tiled.FULL_GPU_BLOCKS  # each one computes a tile of each product
 STORED_AS_THEY_ARE = 2  # how many arrays a layer has without scales: keys and values
 
 
@@ -64,6 +64,6 @@ def missing(dtype: mx.Dtype, pools: Sequence[tuple[mx.array, ...]]) -> str:
     count = device.multiprocessors()
     if count < MIN_MULTIPROCESSORS:
         return f"the GPU has {count} multiprocessors, fewer than {MIN_MULTIPROCESSORS}"
-    if device.shares_multiprocessors():  # then thread blocks may wait for each other for ever
+    if device.shares_multiprocessors():  # thread blocks may then wait for ever for others
         return "other processes use the GPU at the same time (MPS)"
     return "" if trial.works(dtype) else "its kernel does not work here"

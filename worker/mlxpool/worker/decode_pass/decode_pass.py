@@ -17,7 +17,7 @@ from mlxpool.worker.kernels import ragged_attention
 from mlxpool.worker.kernels.device import evaluate_in_own_memory
 from mlxpool.worker.kernels.work_list import EXTRA_ITEMS
 
-STATE_NUMBERS = 3  # of grid_barrier.cuh
+STATE_NUMBERS = 3  # numbers of the barrier's state, see grid_barrier.cuh
 
 
 class PassMemory(Struct, frozen=True):

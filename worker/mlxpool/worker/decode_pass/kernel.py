@@ -21,8 +21,8 @@ MAX_SHARED_BYTES = 227 * 1024  # shared memory of a thread block on Hopper
 HEADER_BYTES = 3 * 1024  # shared memory for numbers besides layers, and for alignment
 LAYER_NUMBERS = 12  # numbers of 8 bytes for a layer in the table
 DECODE_KEYS = 16  # keys that a warp multiplies at a time
-# Steps, of 64 columns of the next weight, that a waiting block reads ahead: about as many as memory
-# can deliver in that time.
+# Steps of 64 columns of the next weight that a waiting block reads ahead: about as many as memory
+# can deliver during the wait.
 AHEAD_STEPS = 2
 FILES = {
     "LINES_OF_HEADS": "decode_pass_lines.cuh",

@@ -20,7 +20,7 @@ from mlxpool.worker.layers.model_plan import Model
 MAX_GROUP = 16  # query heads of a key head
 # Supported head sizes. The kernel also has tiles for 128, which were not measured yet.
 HEAD_SIZES = (64,)
-NORM_NUMBERS = 8  # how many numbers of a line a thread norms
+NORM_NUMBERS = 8  # numbers of a line that each thread norms
 
 
 class PassShape(Struct, frozen=True):
@@ -37,7 +37,7 @@ class PassShape(Struct, frozen=True):
     group: int  # query heads of a key head
     size: int  # numbers of a head
     rope: Rope
-    scale: float  # of scores
+    scale: float  # factor of the scores
     eps: float
     head_eps: float
     biased: bool

@@ -17,7 +17,7 @@ from mlxpool.worker.layers.layer_types import Rope
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 IDS = (3, 1)  # rows of the two tried lines
-SPREAD = 0.1  # of weights
+SPREAD = 0.1  # standard deviation of the numbers of weights
 TOLERANCE = 0.05
 EPS = 1e-5
 

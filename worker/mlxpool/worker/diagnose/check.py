@@ -133,7 +133,7 @@ def _check(
             location, config.engine, predicts=uses_head(config), on_weights=on_weights
         )
         problems.add(messages)
-    elif tell is not None:  # the broker looks there for changes
+    elif tell is not None:  # the broker checks these places for changes
         report["places"] = list(map(str, places(config)))
     if folder is not None:
         report["notes"] += [*folder.notes, *filter(None, [why_slow() if machine else ""])]

@@ -12,7 +12,7 @@ from mlxpool.worker.prompt.tokenizer import ChatTokenizer, read_tokenizer
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from mlxpool.worker.weights.locate import COUNTING, find_files
 
-if TYPE_CHECKING:  # it needs MLX
+if TYPE_CHECKING:  # the import needs MLX
     from mlxpool.worker.draft_model.engine import DraftModelEngine
 
 SHOWN = 60  # the most characters of a token in an error

@@ -37,7 +37,7 @@ from mlxpool.worker.weights.json_files import optional_json, read_file, read_jso
 log = logging.getLogger("mlxpool.worker")
 
 Activation: TypeAlias = Literal["", "sigmoid", "softmax"]  # of the head's logits
-MAX_TOKENS = 10**9  # a model_max_length above it means no bound
+MAX_TOKENS = 10**9  # a greater model_max_length means no bound
 # The activations that a cross-encoder's config.json names.
 ACTIVATIONS: Mapping[str, Activation] = {"Identity": "", "Sigmoid": "sigmoid"}
 PROBLEMS: Mapping[str, Activation] = {

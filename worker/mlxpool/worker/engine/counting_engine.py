@@ -248,7 +248,7 @@ def _reported(span: Span) -> PromptLogprobs:
 class CountingText:
     """The tokenizer of the counting model, without a chat template: an id is a byte."""
 
-    max_bytes_per_token: int | None = None  # its prompts are cheap to encode
+    max_bytes_per_token: int | None = None  # prompts are cheap to encode
     images = None
     controls: tuple[Many[str], Many[str]] = ((), ())
 

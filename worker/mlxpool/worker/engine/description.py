@@ -40,7 +40,7 @@ NOT_ON_A_GPU = (
     "deterministic = true is built for the CPU alone, on a GPU the bits of a product depend on how"
     " many lines it has; leave it out"
 )
-COUNTING_FEATURES = ("batching", "resume", "deterministic")  # no tree: it keeps no KV cache
+COUNTING_FEATURES = ("batching", "resume", "deterministic")  # no "tree": without a KV cache
 
 
 def describe(folder: ModelFolder, prefix_cache: str = "tree", kv: str = AUTO) -> dict[str, Any]:

@@ -230,7 +230,7 @@ class DiskPrefixes:
         restore.got += added
         return True
 
-    # ---- the tree is saved -----------------------------------------------------------------------
+    # ---- saving the tree -------------------------------------------------------------------------
 
     @property
     def may_save(self) -> bool:

@@ -57,7 +57,7 @@ class _Target(Struct):
     end: int
     root: bytes  # the key of an empty path
     blocks: list[Block] = field(default_factory=list)
-    chained: bool = False  # `blocks` are complete
+    chained: bool = False  # whether `blocks` are complete
     passed: int = 0  # the number of `blocks` that the disk has or was given
 
     @property
@@ -89,7 +89,8 @@ class DiskSaves:
         self._tier, self._cache, self._store = tier, cache, store
         self._stateful = cache.whole
         self._given: set[tuple[Kind, bytes]] = set()
-        self._saved: dict[int, tuple[Node[Any, Any], int]] = {}  # by id: a node, its saved end
+        # By the id of a node: the node, and its end when it was saved.
+        self._saved: dict[int, tuple[Node[Any, Any], int]] = {}
         self._walk: Iterator[Node[Any, Any]] | None = None  # a walk of the tree, for a plan
         self._found: list[Node[Any, Any]] = []  # nodes of the walk so far
         self._plan: deque[Node[Any, Any]] = deque()
@@ -167,7 +168,7 @@ class DiskSaves:
         if self._walk is None:
             if self._planned_at == self._cache.uses:
                 return False
-            self._planned_at = self._cache.uses  # the next plan has nodes that are added meanwhile
+            self._planned_at = self._cache.uses  # the next plan has nodes added during the walk
             self._walk, self._found = self._cache.tree.walk(), []
         some = list(islice(self._walk, STEP_NODES))
         self._found += (

@@ -30,7 +30,7 @@ from mlxpool.worker.scheduling.step_cost import StepCost
 from mlxpool.worker.speculation.model_drafter import DraftEngine
 from mlxpool.worker.speculation.mtp import Predictor
 
-if TYPE_CHECKING:  # it needs MLX
+if TYPE_CHECKING:  # the import needs MLX
     from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
 
 

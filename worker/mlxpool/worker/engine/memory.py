@@ -284,8 +284,8 @@ class EngineMemory(Generic[L, R]):
         ModelLoadFailed if too few blocks are left.
         """
         self.prefix.clear()
-        # The next pass takes the buffers that this pass frees. On a GPU they count in MLX's memory
-        # limit, and MLX gives them back before it refuses an allocation.
+        # A pass uses the buffers that the previous pass freed. On a GPU, freed buffers count in
+        # MLX's memory limit, and MLX releases them before it refuses an allocation.
         mx.set_cache_limit(max(self.budget.buffers, self.budget.step * device.on_gpu()))
         mx.clear_cache()
         device.trim_heap()

@@ -306,7 +306,7 @@ def _set_row_sizes(
     memory: EngineMemory[Layout, CacheRow], shape: RowShape, predictions: HeadDrafts | None
 ) -> None:
     block, row = KV_BLOCK_TOKENS * max(shape.token_bytes, 1), shape.fixed_bytes
-    if predictions is not None:  # the states after checked drafts
+    if predictions is not None:  # a row also has the states after checked drafts
         row += MAX_STATE_DRAFTS * shape.state_bytes
         if device.on_gpu():  # the previous step's states stay as well, see StateSlice
             row += (1 + MAX_STATE_DRAFTS - ROLLBACK_STEPS) * shape.state_bytes

@@ -82,7 +82,7 @@ class Pipeline:
         self._logits_of = parts.devices.logits_of(parts.loaded.model)
         self.times = PassTimes()
         self.flights: deque[Flight] = deque()
-        self._spans_before: PassSpans | None = None  # the newest pass; None: rows have left
+        self._spans_before: PassSpans | None = None  # of the newest pass; None: rows were released
         self._held_before: list[RowSpan] | None = None  # rows of the newest pass
         self._embedding_rows, self._slot_token = embedding_rows, parts.slot_token
         self._clears_buffers = clears_buffers
@@ -132,7 +132,7 @@ class Pipeline:
             self.rows.submitted(spans, keep)
             fresh = notice.given
         self._spans_before, self._held_before = wants, rows
-        if fresh:  # the passes in flight are awaited only when this pass is compiled
+        if fresh:  # the passes in flight are awaited only after this compilation
             self.flights = deque(replace(flight, fresh=True) for flight in self.flights)
         self.flights.append(
             Flight(
@@ -251,7 +251,7 @@ class Pipeline:
         """Waits for the oldest pass in flight; see Engine."""
         flight = self.flights[0]
         assert flight.undrawn is None, "`draw` comes before `collect`"
-        with self.discard_on_failure(flight.spans):  # also if the results cannot be read
+        with self.discard_on_failure(flight.spans):  # also if reading the results fails
             flight.wait()
             finished = monotonic()
             prompts, failed = self._prompt_logprobs(flight)

@@ -87,7 +87,7 @@ class Rows(Generic[R]):
         for span in keep:
             self._keep(span.sequence)
         for seq in shared:
-            if self._memory.blocks.find(1):  # for a copy: the sequence still writes its block
+            if self._memory.blocks.find(1):  # for a copy, as the sequence still writes to its block
                 self._keep(seq, restore_point=True)
 
     def _keep(self, seq: Sequence, *, restore_point: bool = False) -> None:

@@ -20,7 +20,8 @@ from mlxpool.worker.kernels import block_write, kernel_cache, row_columns, sampl
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.transfers import downloads
 
-# Tokens of the passes for which layers name their kernels, which differ for few and many tokens.
+# Layers list their kernels for passes of these numbers of tokens: kernels for few and for many
+# tokens differ.
 ASKED_LINES = (1, 64)
 OUR_MODULES = "mlxpool.worker."
 

@@ -201,7 +201,7 @@ def warm_masks(engine: LoadedEngine, count: int, options: Options | None = None)
 def warm_head(engine: LoadedEngine, head: HeadDrafts) -> None:
     """Drafts with the model's own head for one row, and computes passes that check the drafts."""
     (seq,) = dummy_rows(engine, 1, 1)
-    for _ in range(min(WARM_UP_PASSES, engine.context // 4)):  # at most four inputs
+    for _ in range(min(WARM_UP_PASSES, engine.context // 4)):  # up to four inputs each
         seq.ids += [drawn.token for drawn in step(engine, [Span(seq, seq.submitted, 1, 1)]).drawn]
         drafts = head.drafts({seq: 1})
         result = step(engine, [Span.check(seq, drafts.get(seq, (0,)))])

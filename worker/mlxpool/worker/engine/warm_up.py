@@ -42,7 +42,7 @@ from mlxpool.worker.transfers.uploads import upload_copy, upload_table
 CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
 GPU_WARM_UP_CHUNKS = (256, 1024)  # tokens of these chunks on a GPU
 LONG_PASSES_LEAVE = 7 / 8  # the least part of the blocks that long passes must leave
-DECODE_STEPS = 12  # measured decode steps of one row; their time decides the time of all passes
+DECODE_STEPS = 12  # measured decode steps of one row; the time target of passes depends on them
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -111,7 +111,7 @@ def kept_measurement(engine: LoadedEngine) -> KeptMeasurement | None:
         {
             **kept_rules(parts),
             "model": engine.digest,
-            "limit": memory.budget.limit,  # the heap's growth is a share of it
+            "limit": memory.budget.limit,  # the allowed heap growth depends on it
             "weights": memory.budget.weights,
             "context": engine.context,
             "batch": parts.batch,
@@ -189,7 +189,7 @@ def pass_bytes(
     `small` and `large` are results of `measure_chunk`: the inputs and the bytes of a chunk.
     """
     one_pass = activation_bytes(small, large, lines, pairs)
-    # Logits of prompts take the place of a pass that has ended.
+    # Logits of prompts are computed after a pass has ended, in the memory that it has freed.
     return max(one_pass, logit_bytes(vocab_size, lines))
 
 

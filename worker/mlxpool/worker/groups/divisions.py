@@ -35,7 +35,7 @@ class Share(Enum):
     WHOLE = "whole"
     OUTPUTS = "outputs"  # rows of the weight [..., out, in], and the same rows of the bias
     INPUTS = "inputs"  # columns of the weight; the module adds up the ranks' products
-    PARTIAL = "partial"  # as INPUTS, but the enclosing layer adds up
+    PARTIAL = "partial"  # as INPUTS, but the enclosing layer adds up the products
     ENTRIES = "entries"  # entries of the first axis
 
 
@@ -196,7 +196,7 @@ def _plan_of_part(folder: ModelFolder, division: Division, ranks: int) -> ModelP
     config = dict(folder.config)
     for cache in folder.plan.caches:
         if isinstance(cache, KeyValueSpec):
-            config["head_dim"] = cache.key_dim  # a default that may depend on the number of heads
+            config["head_dim"] = cache.key_dim  # its default may depend on the number of heads
     for key in division.numbers:
         if key == "num_key_value_heads":
             count = integer(folder.config, key, integer(folder.config, "num_attention_heads"))

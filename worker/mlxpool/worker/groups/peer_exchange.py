@@ -133,7 +133,7 @@ def _trial(sums: PeerSums) -> bool:
             continue
         numbers = [_numbers(rank, size // (2 * TRIAL_WIDTH)) for rank in range(sums.shape.ranks)]
         own = mx.array(numbers[sums.rank]).astype(mx.bfloat16)
-        for _ in range(2):  # both halves of the buffers, with the sum and the columns
+        for _ in range(2):  # twice, so that each operation uses both halves of the buffers
             for result, expected in (
                 (sums.sum(own), np.sum(numbers, axis=0)),
                 (sums.joined(own), np.concatenate(numbers, axis=1)),

@@ -15,7 +15,7 @@ from typing import Protocol
 HANDLE_BYTES = 64
 IDENTITY_BYTES = 16
 _LAZY_ENABLE_PEER_ACCESS = 1
-_P2P_OVER_NVLINK = 2  # of nvmlDeviceGetP2PStatus
+_P2P_OVER_NVLINK = 2  # argument of nvmlDeviceGetP2PStatus
 _SUCCESS = 0
 
 

@@ -29,7 +29,7 @@ from mlxpool.worker.kernels.kernel_builder import (
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SharedArray
 
 PIECE_BYTES = 16  # bytes of x for a thread
-SMALL_THREADS, LARGE_THREADS, LINE_THREADS = 128, 512, 256  # of a thread block in each kernel
+SMALL_THREADS, LARGE_THREADS, LINE_THREADS = 128, 512, 256  # threads of a block, by kernel
 WORD_BYTES = 32  # bytes of a piece with its tags
 LINE_BYTES = 128  # bytes of a line, including a tag of 8 bytes
 GROUPS = 4  # groups of eight lanes in a warp; each group has a line at a time
@@ -66,9 +66,13 @@ class Launch(Struct, frozen=True):
     blocks: int
 
 
-# Two H200 over NVLink, microseconds of a sum with NCCL, by words, by chunks and by lines: 8 KiB 36,
-# 11, 13 and 9, 256 KiB 36, 13, 17 and 14, 1 MiB 41, 16, 18 and 15, 8 MiB 75, 66, 59 and 40, 16 MiB
-# 107, 107, 89 and 67.
+# Microseconds of a sum on two H200 over NVLink:
+#           NCCL  by words  by chunks  by lines
+# 8 KiB       36        11         13         9
+# 256 KiB     36        13         17        14
+# 1 MiB       41        16         18        15
+# 8 MiB       75        66         59        40
+# 16 MiB     107       107         89        67
 LIMITS: Mapping[int, Limits] = {2: Limits(2**18, 2**25)}
 # With more ranks, each rank writes an array to each peer, but NCCL's rings write an array about
 # twice. Only two ranks were measured, so these limits include only sums that are much faster than

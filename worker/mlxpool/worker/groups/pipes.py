@@ -11,8 +11,8 @@ from mlxpool.common.progress import Block
 from mlxpool.worker.groups.messages import Again, Message, Pass, decoded, encoded
 
 LENGTH_BYTES = 4
-# Seconds that rank 0 waits after an error for the end of another rank, the likely cause: the pipe
-# of a rank that ends is closed before its memory is freed, and its end is seen later.
+# Seconds that rank 0 waits after an error for the end of another rank, the likely cause. The pipe
+# of an ending rank is closed before the rank's memory is freed; the rank's end is seen later.
 BLAME_TIME = 2.0
 
 

@@ -145,7 +145,7 @@ class Rank0Layout(PagedLayout):
             if row.changed < len(row.table)
         ]
         left, store.left = store.left, []
-        tokens = np.asarray(ids).tolist()  # of any type of numbers
+        tokens = np.asarray(ids).tolist()  # `ids` may have any type of numbers
         numbers, offsets = np.asarray(wanted, dtype=np.int64).tolist(), [row.offset for row in rows]
         if self._repeats(spans, numbers, offsets):
             self._orders.send(Again(tokens, tables, left, drawn))
@@ -171,7 +171,7 @@ class Rank0Layout(PagedLayout):
             self._sent = (spans, numbers, offsets) if single else None
         if self._sent is not None:
             self._sent = spans, numbers, [offset + 1 for offset in offsets]
-        if self.ragged is None:  # otherwise its block tables read the changes
+        if self.ragged is None:  # otherwise the block tables of `ragged` read the changes
             for row in rows:
                 row.changed = len(row.table)
 

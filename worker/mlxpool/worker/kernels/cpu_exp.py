@@ -24,8 +24,9 @@ MAX_SHAPES = 32  # the most compiled shapes; some 30 kB each
 
 HALVINGS = 5
 MIN_ARGUMENT = -70.0  # smaller arguments give exp(MIN_ARGUMENT), 4e-31
-# exp(x / 2**HALVINGS) in [MIN_ARGUMENT, 0]: least squares of the relative error, 3e-8 at most.
-# MLX puts eleven operations into one kernel: here the steps from x**8 to x**3, then all others.
+# A polynomial for exp(x / 2**HALVINGS) with x in [MIN_ARGUMENT, 0], fitted by least squares of the
+# relative error, which is 3e-8 at most. MLX puts eleven operations into one kernel: here the steps
+# from x**8 to x**3, then all others.
 COEFFICIENTS = (
     1.0,
     0.0312499679,
@@ -40,7 +41,8 @@ COEFFICIENTS = (
 CHUNK = 2**15  # numbers computed together, which fit into a core's cache
 # 1 - erf(x / sqrt(2)) is t * (a polynomial of t) * exp(-x**2 / 2): Abramowitz and Stegun, 7.1.26.
 GELU_SCALE = 0.3275911 * math.sqrt(0.5)
-GELU_TAIL = (0.127414796, -0.142248368, 0.7107068705, -0.7265760135, 0.5307027145)  # halved
+# The coefficients of the polynomial, halved.
+GELU_TAIL = (0.127414796, -0.142248368, 0.7107068705, -0.7265760135, 0.5307027145)
 
 Floats = npt.NDArray[np.float32]
 

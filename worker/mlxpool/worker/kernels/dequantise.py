@@ -112,5 +112,5 @@ def _rows_are_right(bits: int, group: int, dtype: mx.Dtype) -> bool:
     packed = mx.quantize(numbers, group_size=group, bits=bits)
     rows = mx.split(mx.dequantize(*packed, group_size=group, bits=bits), 4)
     taken = unpack_rows(*packed, mx.array([3, 0, 3], dtype=mx.int32), bits, group, dtype)
-    expected = mx.concatenate([rows[3], rows[0], rows[3]])  # no gather, which MLX compiles
+    expected = mx.concatenate([rows[3], rows[0], rows[3]])  # MLX would compile a gather
     return bool(mx.allclose(taken, expected, 0.02, 0.02).item())

@@ -20,7 +20,7 @@ log = logging.getLogger("mlxpool.worker")
 
 GPU_CHUNK, CPU_CHUNK = 2048, 512  # tokens of a prefill chunk
 SLOW_CHUNK = 64  # prefill chunk with the reference BLAS: a chunk of 512 may exceed prefill_limit
-DEFAULT_MEMORY_SHARE = 0.8  # of the device's memory: the default limit of a worker
+DEFAULT_MEMORY_SHARE = 0.8  # a worker's default limit, as a share of the device's memory
 MMAP_THRESHOLD = 2**20  # bytes; an array of this size or more has its own pages
 _M_MMAP_THRESHOLD = -3  # parameter number of mallopt
 _MULTIPROCESSOR_COUNT, _MPS_ENABLED = 16, 133  # arguments of cuDeviceGetAttribute

@@ -18,7 +18,7 @@ from mlxpool.worker.kernels.kernel_builder import (
 ROWS = 16  # rows of a fragment
 COLUMNS = 64
 THREADS = 256
-MAX_MXFP4_SCALE = 128  # E8M0; a larger exponent means 4 and more
+MAX_MXFP4_SCALE = 128  # in E8M0; a larger exponent means a scale of 4 or more
 
 
 class PackedFormat(Struct, frozen=True):

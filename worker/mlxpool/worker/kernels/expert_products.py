@@ -40,7 +40,7 @@ MULTIPROCESSORS = 132  # multiprocessors of a large GPU
 MAX_SHARED_BYTES = 200 * 1024  # shared memory of a thread block alone on a multiprocessor
 MAX_STAGES = 10
 WIDE_SETS = 8  # sets of 8 lines; from this number on, a tile of a quantised weight has 256 rows
-PACKED_STAGES = 4  # stages of lines: the previous, the multiplied, and the next, which are copied
+PACKED_STAGES = 4  # stages of lines: the previous, the current, and the next two, being copied
 PACKED_WORDS = 80  # registers of a thread for its sums and for fragments read ahead
 MAX_AHEAD = 5  # fragments read ahead
 SHARED_ALIGNMENT = 1024  # bytes
@@ -401,7 +401,8 @@ def _is_right(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
     A first trial has one token. In a second trial, an expert has more tokens than a work item.
     """
     several = (1, expert_routing.ITEM_LINES[-1] + 2)
-    trials = [trial(tokens, dtype, packed) for tokens in several]  # a rehearsal lists all kernels
+    # Both trials run even if the first fails, because a rehearsal lists all kernels.
+    trials = [trial(tokens, dtype, packed) for tokens in several]
     return all(mx.allclose(*both, 0.03, 0.05).item() for both in trials)
 
 
@@ -420,7 +421,7 @@ def trial(tokens: int, dtype: mx.Dtype, packed: PackedFormat | None) -> tuple[mx
     gate_up, down = weight(1, 3, 2 * width, hidden), weight(2, 3, hidden, width)
     shared = (gate_up[2], down[2]) if packed is None else None
     x = 4 * weight(3, tokens, hidden)
-    logits = mx.broadcast_to(mx.array([0.0, 40.0, 0.0]), (tokens, 3))  # a weight of 1
+    logits = mx.broadcast_to(mx.array([0.0, 40.0, 0.0]), (tokens, 3))  # expert 1 has weight 1
     plan = expert_routing.plan_logits(logits, None, routing, shared=shared is not None)
     if packed is None:
         experts = ExpertWeights(ExpertWeight(gate_up), ExpertWeight(down))

@@ -222,7 +222,8 @@ def _kernel(
         constants,
         contiguous=True,
         shared=4 * words + norms,
-        header=name_files(CHOICE) + ("" if normed else "#define normed plan\n"),  # not written
+        # Without norms the kernel does not write `normed`, so any array can have this name.
+        header=name_files(CHOICE) + ("" if normed else "#define normed plan\n"),
         bounds=(THREADS, 1),
     )
 

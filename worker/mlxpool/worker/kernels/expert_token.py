@@ -85,7 +85,7 @@ def supports(
 def _shared_bytes(size: int, width: int, routing: RoutingParams, *, shared: bool) -> int:
     """Returns the bytes of shared memory of a thread block."""
     slots = routing.chosen + shared
-    sums = 16 * max(WARPS, routing.chosen)  # sums of strips of downs, if weights are quantised
+    sums = 16 * max(WARPS, routing.chosen)  # sums of strips of down weights, if quantised
     words = routing.count + WARPS + 2 * routing.chosen + 1 + sums
     return 2 * max(size, slots * width) + 4 * words
 

@@ -165,7 +165,7 @@ def kernel_works(what: str, trial: Callable[[], bool]) -> bool:
     if not mx.cuda.is_available():
         return False
     if is_rehearsing():
-        with suppress(Exception):  # all results of a rehearsal are zeros
+        with suppress(Exception):  # the trial may fail: a rehearsal's results are all zeros
             trial()
         return True
     try:

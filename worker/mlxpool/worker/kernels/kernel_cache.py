@@ -251,7 +251,7 @@ def shortened(text: KernelText) -> KernelText:
     except OSError as error:
         log.info("the text of kernel %s is not shortened: %s", text.name, error)
         return text
-    # MLX passes a shape to a kernel whose source has the word.
+    # MLX passes a parameter, such as a shape, to a kernel whose source has the parameter's name.
     words = (f"{name}_{kind}" for name in text.inputs for kind in PARAMETERS)
     used = " ".join(word for word in words if word in text.source)
     return replace(
@@ -333,7 +333,7 @@ def compile_to_disk(job: KernelJob) -> None:
                 return
             LOAD.count("kernels_compiled_alone", 1)
             module = compiler.machine_code(NAMESPACE + kernel_name(job.text), code)
-            # The files were read now, but the name was made from the old files.
+            # The kernel is compiled from the current files, but `path` is named after old files.
             if _texts() not in build_key():
                 raise RuntimeError("another edition of mlxpool was installed while this one runs")
             write_entry(path, *module)

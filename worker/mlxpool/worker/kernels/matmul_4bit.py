@@ -33,7 +33,7 @@ MAX_SUMS = 8  # tiles times sets of 8 tokens whose sums fit into registers
 FULL_GPU_BLOCKS = 120  # thread blocks that keep a large GPU busy
 BYTES_IN_FLIGHT = 48 * 1024  # bytes in flight for a thread block
 MAX_STAGES = 8
-MAX_WARPS = 8  # with more tokens, a thread has too few registers
+MAX_WARPS = 8  # with more warps, a thread has too few registers
 
 
 @cache

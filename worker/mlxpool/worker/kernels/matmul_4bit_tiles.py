@@ -34,7 +34,7 @@ MAX_TOKENS = 1024  # for more tokens, dequantising the weight first is faster
 FEW_TOKENS = 8
 INTEGER_TOKENS = (1, 2)  # numbers of tokens with integer kernels
 INTEGER_BYTES = 128 * 1024  # the most shared memory for the integers of tokens
-WARPS = 16  # warps of a thread block for few tokens: instructions wait for each other
+WARPS = 16  # warps of a block for few tokens: many, as instructions wait for each other
 FEW_BLOCKS = 1  # concurrent thread blocks of a multiprocessor, for few tokens
 MAX_STAGES = 6  # stages of a warp
 FRAGMENT_ROWS = 16
@@ -217,7 +217,7 @@ def _few_kernel(
     else:
         lines, steps = integers
         constants |= {"HELD_LINES": lines, "HELD_STEPS": steps}
-        sums = 4 * WARPS * (FRAGMENT_ROWS * fragments * (lines + 1) + lines)  # of warp_sums.cuh
+        sums = 4 * WARPS * (FRAGMENT_ROWS * fragments * (lines + 1) + lines)  # see warp_sums.cuh
         shared = sums + WARPS * steps * _integer_bytes(lines, group)
     stages = min(MAX_STAGES, (_room(FEW_BLOCKS) - shared) // (WARPS * stage))
     return build_kernel(
@@ -245,7 +245,8 @@ def _many_kernel(
     two = sets <= MAX_SETS_OF_TWO and deep == 1 and high == 2
     blocks = 2 if two else 1
     stage = high * tiles_4bit.FRAGMENTS * fragment_bytes(group) + 8 * sets * 2 * TILE
-    room = _room(blocks) - matmul_tiled.SHARED_ALIGNMENT - BLOCK_BYTES  # includes declared memory
+    # The second BLOCK_BYTES are for the memory that the kernel declares.
+    room = _room(blocks) - matmul_tiled.SHARED_ALIGNMENT - BLOCK_BYTES
     stages = min(MAX_TILED_STAGES, room // stage)
     sums = 8 * sets * (TILE * high + 4) * 4
     constants: dict[str, Constant] = {

@@ -36,7 +36,7 @@ MAX_SHARED_BYTES = 200 * 1024  # shared memory of a thread block for the stages 
 MAX_STAGES = 8
 SHARED_ALIGNMENT = 1024  # bytes
 COUNTER_ARRAYS = 128  # more than the 100 operations of an MLX graph
-# More than concurrent products: nearly every product waits for the output of another.
+# More arrays than concurrent products: nearly every product waits for the output of another.
 SUM_ARRAYS = 8
 
 PTX_TYPES = {mx.float16: "f16", mx.bfloat16: "bf16"}
@@ -211,7 +211,7 @@ def _kernel_works(dtype: mx.Dtype) -> bool:
 
 def _is_right(dtype: mx.Dtype) -> bool:
     """Returns True if products in one part and in several parts equal MLX's."""
-    right = []  # compares both, because a rehearsal lists the kernels of both
+    right = []  # both are compared, because a rehearsal lists the kernels of both
     # Fewer columns than all stages together have, and more columns.
     for rows, columns in ((ROWS, COLUMNS), (FEWER_ROWS, 12 * MAX_SPLITS * COLUMNS)):
         weight = mx.random.normal((rows, columns), key=mx.random.key(1)).astype(dtype)

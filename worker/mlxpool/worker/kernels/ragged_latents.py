@@ -36,12 +36,12 @@ FILES = ("latent_tile.cuh", "latent_chunk_tile.cuh")
 PANEL = 64  # numbers of a latent that are multiplied at a time, and latents of a tile
 MAX_ROWS = 64  # rows of a tile; the sums of more rows do not fit into registers
 MAX_LINE = 640  # numbers of a latent; two tiles of longer latents do not fit
-MAX_SHARED_BYTES = 227 * 1024 - 16  # of shared memory of a thread block, without its own variables
+MAX_SHARED_BYTES = 227 * 1024 - 16  # a thread block's shared memory, without its own variables
 THREADS = 256
-MAX_FEW_ROWS = 32  # the most rows of a tile that are columns of the tensor cores' matrices
+MAX_FEW_ROWS = 32  # in tiles with more rows, rows are not columns of the tensor cores' matrices
 VALUE_NUMBERS = 256  # numbers of a latent in one instruction; 64 is 3 to 6 % slower
 ALIGNMENT = 1024  # alignment of swizzled matrices, in bytes
-LEAST_KEYS = 160  # latents of a part: adding up a part takes as long as this many latents
+LEAST_KEYS = 160  # the least latents of a part: adding up a part takes as long as reading them
 SUM_KEYS = 32  # latents that a thread block could read while adding up one part
 
 

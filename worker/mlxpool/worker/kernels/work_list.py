@@ -24,7 +24,7 @@ WIDE = 128  # numbers of a head; with larger heads, fewer keys are in shared mem
 DECODE_KEYS = 16  # keys of a decode tile that a warp multiplies at a time
 LINE_GAP = 8  # numbers between lines of shared memory
 QUANTISED_SIZES = range(32, 257, 32)  # sizes of heads that are stored as 8-bit integers
-INTEGER_GAP, SCALE_BYTES = 16, 2  # bytes between lines of integers, and of the scale of each
+INTEGER_GAP, SCALE_BYTES = 16, 2  # bytes between lines of integers, and of a line's scale
 SHARED_ALIGNMENT = 1024  # alignment of swizzled matrices, in bytes
 EXTRA_ITEMS = 64  # items besides one item for each line
 MIN_DECODE_KEYS = 256  # keys of a part; shorter parts cost more than they save
@@ -34,12 +34,13 @@ PART_COST = 64  # keys that a thread block could read in the time of its start a
 # Keys of a part, as fractions of the ideal: the keys of each thread block if all ended together. No
 # more fractions are tried if a step takes at most NEAR times as long as the ideal.
 SHARES, NEAR = (1, 1.04, 1.1, 1.25, 1 / 2, 1 / 3, 1 / 4), 1.08
-LONG_SHARES = (2, 3, 4, 6, 8)  # also tried if it takes long to add up parts
-STILL_GOOD = 1.2  # a step keeps its share while it takes at most this times as long as the best
+LONG_SHARES = (2, 3, 4, 6, 8)  # further fractions, tried if adding up parts takes long
+STILL_GOOD = 1.2  # a step keeps its Share while its time is at most this many times the best
 WHOLE = 0.0  # in place of a fraction: no tile is divided
-KEPT_SHARES = 64  # of steps with chunks, which recur when the next prompt is read alone
+# Stored Shares of steps with chunks; such steps recur when the next prompt is read alone.
+KEPT_SHARES = 64
 WHOLE_KEYS = 1024  # the most keys of a tile that is not divided in a list for one pass
-STEPS_OF_PARTS = 32  # steps for which decoding rows keep parts, and chunks the Share
+STEPS_OF_PARTS = 32  # steps for which decoding rows keep their parts, and chunks their Share
 # The columns of an item.
 FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
 
@@ -96,7 +97,7 @@ def capacity_of(shape: TileShape, lines: int, spans: int = 0) -> int:
     `spans`: the most spans of the step; 0: as many as lines. The list is as short as the step
     allows, because a thread block starts for each item and each head, also for unused items.
     """
-    tiles = (spans or lines) + -(-lines // min(shape.lines, TILE_ROWS)) + 1  # and one of padding
+    tiles = (spans or lines) + -(-lines // min(shape.lines, TILE_ROWS)) + 1  # 1 for padding
     return min(lines, tiles) + EXTRA_ITEMS
 
 
@@ -128,7 +129,7 @@ class WorkLists:
 
     def __init__(self, shape: TileShape) -> None:
         self._shape = shape
-        self._key = b""  # lines and tables of the cached list
+        self._key = b""  # lines, capacity and tables of the cached list
         self._kept = self._tiles = np.zeros((0,), dtype=np.int32)
         self._uses = 0
         self._share: Share | None = None

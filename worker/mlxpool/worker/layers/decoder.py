@@ -51,11 +51,11 @@ class HeadNames(Struct, frozen=True):
     vocabulary.
     """
 
-    token_norm: str  # of the token's embedding
+    token_norm: str  # the norm of the token's embedding
     state_norm: str
     joint: str  # the linear layer over the token's norm, then the state's norm
     layer: str
-    norm: str  # after the layer
+    norm: str  # the norm after the layer
     embed: str = ""
     output: str = ""
     drafted: str = ""
@@ -132,7 +132,7 @@ class HeadModel:
         self.layer = spec.layer.build(builder, names.layer, 0)
         self.norm = builder.rms_norm(names.norm, spec.eps)
         self.output: OutputLayer = builder.linear(names.output) if names.output else output
-        self.drafted: mx.array | None = None  # [N] each logit's token; None: all tokens
+        self.drafted: mx.array | None = None  # [N] the token of each logit; None: all tokens
         if spec.drafted:
             self.drafted = _token_numbers(builder.tensor(names.drafted), spec.vocab_size)
             self.output = PartOfVocabulary(self.embed, self.drafted)
@@ -143,7 +143,7 @@ class HeadModel:
 
         halves = [self.token_norm(self.embed(tokens)), self.state_norm(states)]
         joint = self.joint(mx.concatenate(halves, axis=-1))
-        x = self.layer(joint, cast("ForwardBatch", batch))  # without a cache, the batch is unused
+        x = self.layer(joint, cast("ForwardBatch", batch))  # unused by a layer without a cache
         return add_and_norm(self.norm, x)[1]
 
     def logits_of(self, states: mx.array) -> mx.array:

@@ -25,7 +25,7 @@ from mlxpool.worker.layers.layer_types import RecurrentState
 
 log = logging.getLogger("mlxpool.worker")
 
-CHUNK = 32  # tokens of a chunk: time grows by its square, but smaller chunks need more steps
+CHUNK = 32  # tokens of a chunk: time grows with its square, but smaller chunks need more steps
 EPS = gated_delta.L2_EPS  # added to the squared norm of a query or key
 TRIAL_ERROR = 0.02  # the greatest error of a trial's numbers, relative to the largest number
 

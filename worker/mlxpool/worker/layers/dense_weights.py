@@ -20,7 +20,7 @@ Weight = mx.array | QuantisedWeight  # [out, in]
 Read = Callable[[slice], np.ndarray]  # returns some rows of a weight in float32
 
 STRIP_ROWS = 16  # rows of a strip: in float32 a strip's column fills whole cache lines
-STRIP_NUMBERS = 2**16  # about the numbers of a strip that is dequantised
+STRIP_NUMBERS = 2**16  # approximate count of numbers in a dequantised strip
 
 
 def dense(weight: Weight, dtype: mx.Dtype) -> mx.array:

@@ -21,7 +21,7 @@ from mlxpool.worker.layers.model_plan import ModelPlan
 if TYPE_CHECKING:
     import mlx.core as mx
 
-# The pooling method, which makes a text's vector of the states of its tokens.
+# The pooling method, which makes the vector of a text from the states of the text's tokens.
 Pooling: TypeAlias = Literal[
     "cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"
 ]
@@ -55,7 +55,7 @@ class EncoderPlan(Struct, frozen=True):
     hidden: int  # the size of a token's state
     causal: bool = False
     labels: int = 0  # the number of the head's logits; 0: no head
-    pooling: Pooling = "cls"  # of the head
+    pooling: Pooling = "cls"  # the pooling method of the head
 
 
 def label_count(config: Mapping[str, Any]) -> int:
@@ -72,7 +72,7 @@ def label_count(config: Mapping[str, Any]) -> int:
     ):
         return 0
     listed = config.get("id2label")
-    count = len(listed) if isinstance(listed, Mapping) else 2  # transformers writes no default
+    count = len(listed) if isinstance(listed, Mapping) else 2  # by default 2; transformers omits it
     if integer(config, "num_labels", count) != count:
         raise ModelLoadFailed(
             f"config.json has num_labels {config['num_labels']}, but {count} labels in id2label"

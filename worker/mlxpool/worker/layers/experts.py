@@ -69,8 +69,8 @@ class SwitchGLU(Struct, frozen=True):
     down: SwitchLinear
     activation: Activation
     batch_invariant: bool = False
-    # The activation of our kernels: 0: silu(gate) * up; above 0: that of gpt-oss, clamped to this
-    # limit; None: our kernels do not have `activation`.
+    # The activation of our kernels: 0: silu(gate) * up; above 0: the activation of gpt-oss, clamped
+    # to this limit; None: our kernels do not have `activation`.
     limit: float | None = None
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:

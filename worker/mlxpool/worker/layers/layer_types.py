@@ -316,7 +316,7 @@ class LatentParts(NamedTuple):
     latent_norm: GainNorm
     up: Linear  # compressed query -> the queries of all heads
     keys: MultiLinear  # projects a head's query into the space of latents
-    values: MultiLinear  # projects the latent that a head reads to its value
+    values: MultiLinear  # projects the latent that a head reads into the head's value
     out: Linear
 
 

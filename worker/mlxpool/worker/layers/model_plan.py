@@ -138,7 +138,7 @@ class VisionPlan(Struct, frozen=True):
     """
 
     whole: ModelPlan
-    layers: int  # of the encoder
+    layers: int  # the number of the encoder's layers
     is_part: Callable[[str], bool]  # True if a stored tensor belongs to the encoder
     settings: Callable[[Mapping[str, Any]], ImageSettings]
     tokens: tuple[int, ...]

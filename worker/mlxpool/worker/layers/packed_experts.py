@@ -25,7 +25,7 @@ class PackedGLU(Struct, frozen=True):
     """Implements layer_types.SwitchGLU over weights in fragments, see expert_fragments.cuh."""
 
     weights: ExpertWeights
-    count: int  # of experts
+    count: int  # the number of experts
     dtype: mx.Dtype  # dtype of x in the kernels
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
@@ -37,7 +37,7 @@ class PackedGLU(Struct, frozen=True):
             return mx.concatenate([self(x, part) for part in parts], axis=1)
         if tokens > most:
             return mx.concatenate([self(x[:most], experts[:most]), self(x[most:], experts[most:])])
-        # The logits for the plan fall from each of a token's experts to the next.
+        # The plan needs logits: they fall from each expert of a token to the token's next expert.
         ranks = mx.broadcast_to(mx.arange(chosen, 0, -1).astype(mx.float32), experts.shape)
         logits = mx.put_along_axis(mx.zeros((tokens, self.count)), experts, ranks, axis=1)
         routing = RoutingParams(self.count, chosen, sigmoid=False, normed=False)

@@ -81,7 +81,7 @@ def byte_columns_bytes(layout: QuantLayout, shape: tuple[int, ...]) -> int:
     has_form = layout.mode == "affine" and len(shape) == 2 and shape[0] % COLUMN_ROWS == 0
     if not has_form or sys.platform != "linux":
         return 0
-    return math.prod(shape) * (layout.group_size + 8) // layout.group_size  # 8: a scale and a bias
+    return math.prod(shape) * (layout.group_size + 8) // layout.group_size  # 8 bytes: scale, bias
 
 
 class QuantConfig(Struct, frozen=True):

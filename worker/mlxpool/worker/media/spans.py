@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 ImageKey = bytes  # SHA-256 of the pixels as a model gets them, see `image_key`
 
-FIRST_SLOT = 2**32  # token ids are below it
+FIRST_SLOT = 2**32  # the first slot; all token ids are smaller
 _SLOT_BIT = 2**63  # the bit that is set in every slot
 
 

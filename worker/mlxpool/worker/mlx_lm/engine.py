@@ -81,7 +81,7 @@ def load(folder: ModelFolder, on_progress: OnProgress = lambda tensors, size: No
     Raises ModelLoadFailed if config.json names Python code of the model, which is never run. If
     mlx-lm fails, raises ModelLoadFailed with mlx-lm's message.
     """
-    if CODE_FIELD in folder.config:  # some versions of mlx-lm run it
+    if CODE_FIELD in folder.config:  # some versions of mlx-lm run this code
         raise ModelLoadFailed(
             f"{folder.path}: {CODE_FIELD} in config.json names Python code of the folder,"
             f" {folder.config[CODE_FIELD]!r:.80}, which is never run: remove it to load the model"
@@ -239,7 +239,8 @@ class MlxLmEngine:
         """
         began = monotonic()
         require_plain(spans, "an engine of mlx-lm's code")
-        fresh = any([self._kinds.is_new(kind) for kind in _kinds_of(spans)])  # measures all spans
+        # A list, not a generator: `is_new` has to be called for all spans.
+        fresh = any([self._kinds.is_new(kind) for kind in _kinds_of(spans)])
         if fresh:
             self._tell_compiles()
         with self._discard_on_failure(spans):

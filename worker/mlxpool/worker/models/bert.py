@@ -26,7 +26,7 @@ from mlxpool.worker.layers.model_plan import ModelPlan
 if TYPE_CHECKING:
     import mlx.core as mx
 
-PREFIXES = {"bert.": "", "roberta.": ""}  # architectures of models with a head
+PREFIXES = {"bert.": "", "roberta.": ""}  # stored prefix, in a model with a head -> our prefix
 ROBERTA = ("roberta", "xlm-roberta")
 UNUSED = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids", "classifier.")
 

@@ -41,7 +41,7 @@ from mlxpool.worker.models.vision.text_part import WithTextPart
 if TYPE_CHECKING:
     import mlx.core as mx
 
-PREFIXES = {  # stored -> ours
+PREFIXES = {  # stored prefix -> our prefix
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",

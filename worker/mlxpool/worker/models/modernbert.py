@@ -37,7 +37,7 @@ from mlxpool.worker.layers.rope import parse_rope
 if TYPE_CHECKING:
     import mlx.core as mx
 
-PREFIXES = {"model.": ""}  # architectures of models with a head
+PREFIXES = {"model.": ""}  # stored prefix, in a model with a head -> our prefix
 UNUSED = ("head.", "decoder.", "classifier.")
 FULL_INTERVAL = 3  # by default every third layer has full attention
 ROPE_BASES = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
@@ -47,7 +47,7 @@ HEAD_POOLING: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean"}
 def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
     """Returns a ModernBERT's plan; raises ModelLoadFailed with the unusable key."""
     heads, types = Heads.from_config(config), _types(config)
-    window = integer(config, "local_attention", 128) // 2 + 1  # tokens to each side, with itself
+    window = integer(config, "local_attention", 128) // 2 + 1  # tokens to each side and the token
     model = ModernBert(
         vocab_size=integer(config, "vocab_size"),
         hidden=integer(config, "hidden_size"),

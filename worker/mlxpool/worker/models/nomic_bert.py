@@ -25,7 +25,7 @@ from mlxpool.worker.layers.rope import parse_rope
 if TYPE_CHECKING:
     import mlx.core as mx
 
-# Released files have the keys of GPT-2.
+# Keys of GPT-2, as in released files -> keys that this file reads.
 KEYS = {
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 VISION = ("vision_tower.", "model.visual.", "visual.")
-PREFIXES = {  # stored prefix -> our prefix; a longer prefix comes before its own beginning
+# Stored prefix -> our prefix. If one prefix begins with another, the longer prefix comes first.
+PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",

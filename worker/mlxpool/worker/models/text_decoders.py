@@ -24,7 +24,7 @@ from mlxpool.worker.models import gemma3, qwen3
 if TYPE_CHECKING:
     import mlx.core as mx
 
-BODY = ("embed_tokens.", "layers.", "norm.")  # names of models that are stored without a head
+BODY = ("embed_tokens.", "layers.", "norm.")  # tensor names in models without a head
 PREFIX = "model."
 BIDIRECTIONAL = "use_bidirectional_attention"
 

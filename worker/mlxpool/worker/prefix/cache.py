@@ -163,7 +163,7 @@ class PrefixCache(Generic[R]):
 
 class _Entry(Struct, Generic[R], frozen=True):
     row: R
-    tokens: tuple[int, ...]  # the KV row's tokens, row.offset many
+    tokens: tuple[int, ...]  # the row.offset tokens in the KV row
     scope: str
 
 

@@ -62,7 +62,7 @@ class BlockRow:
 
     def __init__(self, block_bytes: int, table: Iterable[int] = ()) -> None:
         self.block_bytes = block_bytes
-        self.offset = 0  # tokens
+        self.offset = 0  # tokens in the KV row
         self.table = list(table)
         self.changed = 0
 
@@ -88,7 +88,8 @@ class BlockStore:
     """
 
     stateful = False
-    join_copies = False  # two pieces that meet inside a block both refer to the block until joined
+    # No copy is needed: two pieces that meet inside a block both refer to it until they are joined.
+    join_copies = False
 
     def __init__(
         self, pool: BlockPool, size: int, block_bytes: int, copy: Callable[[int, int], None]

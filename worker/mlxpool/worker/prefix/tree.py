@@ -19,7 +19,7 @@ from mlxpool.worker.prefix.store import PieceStore
 E = TypeVar("E")  # the cached content of a range of tokens
 S = TypeVar("S")  # a snapshot of all layers at one position
 
-MAX_PIECE = 2048  # tokens; no piece crosses a multiple of it, so each copy or free is small
+MAX_PIECE = 2048  # tokens; pieces cross no multiple of this, so each copy or free is small
 MAX_COPIED_JOIN = 256  # tokens; if a join copies, longer neighbours stay separate pieces
 
 
@@ -37,7 +37,7 @@ class Node(Struct, Generic[E, S], eq=False):
     tokens: tuple[int, ...]
     pieces: list[Piece[E]]
     state: S | None = None  # the snapshot at `end`
-    restore_point: bool = False  # if True, merged with an only child just to free memory
+    restore_point: bool = False  # True: joined with its only child only to free memory
     parent: Node[E, S] | None = None  # None: the root, or no longer in the tree
     children: dict[int, Node[E, S]] = field(default_factory=dict)
     last_used: int = 0  # the caller's counter at the last use
@@ -113,7 +113,8 @@ class Tree(Generic[E, S]):
         stack += [] if node is None else [node]
         while stack:
             current = stack.pop()
-            stack += current.children.values()  # first: the calls below may join it with its child
+            # Before the yield, because the caller may join the node with its child.
+            stack += current.children.values()
             yield current
 
     def add(
@@ -154,7 +155,7 @@ class Tree(Generic[E, S]):
             return
         if node.parent is None:
             if not node.children and self._roots.get(node.scope) is node:
-                del self._roots[node.scope]  # the owner's last entry is gone
+                del self._roots[node.scope]  # the scope has no entries left
             return
         if len(node.children) == 1 and not node.restore_point:
             self._join(node)
@@ -204,7 +205,7 @@ class Tree(Generic[E, S]):
             for piece in node.pieces:
                 self._store.free(piece.held)
             self._free_state(node)
-            node.parent, node.pieces = None, []  # lists of nodes to save may still have this node
+            node.parent, node.pieces = None, []  # lists of nodes to save may have the node
             node.children.clear()
         self._roots.clear()
 

@@ -149,7 +149,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             reader.node.readers += 1
         return before - self.nbytes
 
-    # ---- another memory --------------------------------------------------------------------------
+    # ---- contents from another memory, for example a disk ----------------------------------------
 
     @property
     def uses(self) -> int:

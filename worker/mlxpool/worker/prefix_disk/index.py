@@ -17,7 +17,7 @@ from mlxpool.worker.prefix_disk.state import RepeatedError, TierState
 log = logging.getLogger("mlxpool.worker")
 
 MIN_REFRESH_INTERVAL = 0.1  # seconds between two readings of the folder
-NEW_SECONDS = 5.0  # seconds after its last change in which a segment without a header is new
+NEW_SECONDS = 5.0  # a segment without a header is new for these seconds after its last change
 
 # Errors that are not the file's fault: the file is opened again later.
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EINTR})
@@ -31,7 +31,7 @@ class Index:
 
     def __init__(self) -> None:
         self._places: dict[Kind, dict[bytes, Place]] = {kind: {} for kind in Kind}
-        self._behind: dict[bytes, list[bytes]] = {}  # keys of blocks, by previous key
+        self._behind: dict[bytes, list[bytes]] = {}  # key -> keys of the blocks after it
         self._held: dict[Segment, dict[tuple[Kind, bytes], bytes]] = {}  # record -> previous key
 
     def __len__(self) -> int:
@@ -118,7 +118,8 @@ class FolderIndex:
             return
         self._refreshed = now
         self._pace.begin()
-        written = list(self._written.items())  # read first, because the scan takes a while
+        # Before the scan: records that are written during the scan may be missing from `files`.
+        written = list(self._written.items())
         try:
             files = list(self._pace.between(self._state.folder.each()))
         except OSError as error:
@@ -153,7 +154,7 @@ class FolderIndex:
         try:
             self._segments[path.name] = Segment(path, self._state.digest)
         except FileNotFoundError:
-            pass  # deleted meanwhile
+            pass  # another process has deleted the file
         except (BadRecord, OSError) as error:
             if isinstance(error, OSError) and error.errno in PASSING:
                 self._segment_error.note(error)

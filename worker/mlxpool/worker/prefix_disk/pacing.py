@@ -18,7 +18,7 @@ T = TypeVar("T")
 REST = 39.0  # seconds of pause per second of processor time, while sequences run
 PIECE = 256 * 1024  # bytes of a piece of work: copied, checked or written
 MIN_REST = 0.004  # seconds of the shortest pause; a shorter pause is added to the next
-# The three values above while sequences run on the cores of this machine.
+# PIECE and MIN_REST if sequences run on the processor cores that the thread uses.
 SMALL_PIECE = 32 * 1024
 SMALL_MIN_REST = 0.001
 POLL = 0.02  # seconds between two checks whether a pause may end

@@ -32,7 +32,7 @@ log = logging.getLogger("mlxpool.worker")
 
 REFRESH_INTERVAL = 1.0  # seconds between two searches for other workers' writes and deletions
 MAX_CANDIDATES = 8  # the most records after a block that are compared, the newest first
-MIN_GAIN = 64  # the fewest tokens to gain over the memory; a smaller gain is computed instead
+MIN_GAIN = 64  # the fewest tokens to add to those in memory; fewer tokens are computed instead
 
 Unreadable = Callable[[Kind, bytes, Exception], None]  # called with kind, key and error of a record
 
@@ -305,7 +305,7 @@ class RecordReader:
                     self._read(reading)
         except Exception:
             log.exception("the disk tier of the prefix cache stops reading")
-            # An empty index, so that no reading begins.
+            # With an empty index no further reading begins.
             self.index.records, self.looked = Index(), True
             self._finish_all()
 

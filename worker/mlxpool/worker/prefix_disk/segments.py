@@ -25,7 +25,7 @@ from mlxpool.worker.prefix_disk.records import BadRecord, RecordHeader, aligned,
 
 SUFFIX = ".seg"
 FILE_MODE = 0o600
-MAX_PARTS = 512  # the most buffers of one system call; Linux takes 1,024
+MAX_PARTS = 512  # the most buffers of one system call; Linux allows 1,024
 USE_INTERVAL = 60.0  # seconds between two notes of a segment's use
 FIRST_READ = 16 * 1024  # bytes of the first read of a header of unknown size
 # The most seconds of pauses during the append of a record: other processes wait for the lock.

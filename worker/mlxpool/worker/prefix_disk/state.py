@@ -45,7 +45,7 @@ class TierState(Struct):
     folder: ModelFolder
     digest: bytes  # digest of all inputs that determine the arrays of records
     about: Mapping[str, Any]  # a description of the digest in words
-    room: int  # the most bytes of read records, and of records to write
+    room: int  # the most bytes of read records; also of records to write
     on_cores: bool
     wake: Callable[[], None]
     counters: TierCounters = field(default_factory=TierCounters)

@@ -65,7 +65,7 @@ def _of_model(model: str, path: Path, *, verify: bool) -> Iterator[Contents]:
         try:
             _add(contents, segment.path, verify=verify)
         except FileNotFoundError:
-            pass  # deleted meanwhile
+            pass  # another process has deleted the file
         except (BadRecord, OSError) as error:
             contents.bad += 1
             contents.faults.append(f"{segment.path}: {error}")

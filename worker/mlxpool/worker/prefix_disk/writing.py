@@ -123,7 +123,7 @@ def areas(shape: Sequence[int], item: int, most: int) -> Iterator[tuple[slice, .
     if not shape or math.prod(shape) * item <= most:
         yield ()
         return
-    each = math.prod(shape[1:]) * item  # bytes for one index of the first axis
+    each = math.prod(shape[1:]) * item  # bytes per index of the first axis
     count = max(1, most // each)
     for start in range(0, shape[0], count):
         here = slice(start, start + count)
@@ -216,7 +216,7 @@ class RecordWriter:
         size, folder = len(header) + len(payload) + records.ALIGNMENT, self._state.folder
         self._pace.rest()
         try:
-            folder.prepare(self._state.digest)  # `mlxpool prefix rm` may have deleted the segment
+            folder.prepare(self._state.digest)  # `mlxpool prefix rm` may have deleted the folder
             self._pace.rest()
             with folder.locked():
                 path = self._append(header, payload, size)

@@ -37,7 +37,7 @@ def main() -> int:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is for the broker
     os.nice(NICENESS)
-    from mlxpool.common import logs  # its imports take long
+    from mlxpool.common import logs  # late, because its imports take long
     from mlxpool.worker.preparation.jobs import receive
     from mlxpool.worker.preparation.limits import Limits
 
@@ -49,7 +49,7 @@ def main() -> int:
         limits = Limits(**first.pop("limits"))
         text = text_functions(first)
         worker.sendall(REPLY.pack(os.getpid()))
-        killed: set[int] = set()  # to reap: lane processes of the lowest priority end slowly
+        killed: set[int] = set()  # to reap; at the lowest priority, lane processes end slowly
         while True:
             data, descriptors, _, _ = socket.recv_fds(worker, REQUEST.size, 1)
             if not data:
@@ -60,7 +60,7 @@ def main() -> int:
             elif what == REAP:
                 reply = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             else:
-                os.kill(pid, signal.SIGKILL)  # until then, no other process has this pid
+                os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
                 killed.add(pid)
                 reply = 0
             worker.sendall(REPLY.pack(reply))

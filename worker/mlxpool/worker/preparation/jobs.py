@@ -35,7 +35,7 @@ from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_token
 from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 
 MAX_ANSWER_TEXT = MAX_BODY - 1024  # the most bytes of text in an answer
-MSGPACK_HEAD = 5  # the most bytes before a text in an answer
+MSGPACK_HEAD = 5  # the most bytes that msgpack adds before a text
 BIG_INT = 1  # the msgpack extension type of an integer beyond 64 bits, which JSON may have
 READ_BYTES = 2**20  # bytes of one system call
 NO_IMAGES = "this model does not support image input: it takes text only"

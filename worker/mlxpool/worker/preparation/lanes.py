@@ -82,8 +82,8 @@ class _ServerProcess:
     def __init__(self, first: bytes) -> None:
         self._socket, child_end = socket.socketpair()
         environment = {name: text for name, text in os.environ.items() if name not in _LEFT_OUT}
-        environment["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
-        environment[OPENBLAS_THREADS] = "1"  # nor would numpy's threads; numpy needs none here
+        environment["TOKENIZERS_PARALLELISM"] = "false"  # tokenizer threads do not survive a fork
+        environment[OPENBLAS_THREADS] = "1"  # the same for numpy, which needs none here
         environment["RUST_BACKTRACE"] = "0"  # a tokenizer's panic concerns only one request
         try:
             with child_end:
@@ -151,7 +151,7 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
 def _resident(pid: int) -> int:
     try:
         return int(psutil.Process(pid).memory_info().rss)
-    except psutil.Error:  # it has ended
+    except psutil.Error:  # the process has ended
         return 0
 
 

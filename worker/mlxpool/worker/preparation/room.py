@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 
 ROOM_SECONDS = 2.0  # the most seconds that the worker needs to make room, between two steps
-MIN_CHANGE = 2**20  # bytes; smaller changes of the processes' memory at rest are not reported
+MIN_CHANGE = 2**20  # bytes; smaller changes of the memory of idle processes are not reported
 SLACK_SHARE = 16  # 1/16 of the limit is requested in addition, because a lane may still grow
 
 

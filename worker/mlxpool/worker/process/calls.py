@@ -37,7 +37,7 @@ COUNTS = "this model counts: it has no probabilities, so it does not decide"
 CHANNELS = "decide is not supported with models that answer in channels: they begin with a channel"
 
 
-# ---- of the tokenizer ----------------------------------------------------------------------------
+# ---- calls of the tokenizer ----------------------------------------------------------------------
 
 
 def prepare_tokenize(
@@ -73,7 +73,7 @@ def _text(result: Decoded) -> CallAnswer:
     return CallAnswer({"text": result.text, **each})
 
 
-# ---- of `decide` ---------------------------------------------------------------------------------
+# ---- calls of `decide` ---------------------------------------------------------------------------
 
 
 def prepare_decide(opened: Opened, key: CallKey, call: DecideCall, arrival: Arrival) -> Preparation:
@@ -124,7 +124,7 @@ def _decide(opened: Opened, key: CallKey, call: DecideCall, prompts: QuestionPro
     )
 
 
-# ---- for encoder models --------------------------------------------------------------------------
+# ---- calls for encoder models --------------------------------------------------------------------
 
 
 def prepare_encode(

@@ -46,7 +46,7 @@ from mlxpool.worker.system import load_clock
 
 log = logging.getLogger("mlxpool.worker")
 
-WELCOME_TIMEOUT = 5.0  # seconds that a worker with an unusable model waits to send its reason
+WELCOME_TIMEOUT = 5.0  # seconds that a worker with an unusable model waits to send the error
 MAX_SAVE_WITH_RUNS = 1.0  # the most seconds of writing prefixes while streams wait for the end
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats
 REST_TIME = 2.0  # seconds without a request until `Intake.rest`

@@ -69,7 +69,7 @@ log = logging.getLogger("mlxpool.worker")
 
 Request = Work | Tokenize | Detokenize | DecideCall | EncoderCall
 Begin = Callable[[Any, Any, Any, Arrival], Preparation | Compute]
-Finish = Callable[[Result], None]  # a function of a job's result
+Finish = Callable[[Result], None]  # called with a job's result
 
 PARSE: Mapping[str, Callable[[Mapping[str, Any], Sequence[bytes]], Request]] = {
     Work.kind: Work.parse,
@@ -168,8 +168,8 @@ class Intake:
             from mlxpool.worker.process.formats import Formats
 
             self._formats = Formats(opened)
-            # No stream runs yet. Without a GPU, this load may take as long as the rest of the
-            # start.
+            # Loads now, because no stream runs yet. Not without a GPU: there the load may take as
+            # long as the rest of the start.
             if sys.platform == "darwin" or visible_gpus(os.environ):
                 self._formats.load()
 
@@ -317,7 +317,7 @@ class Intake:
             self._end(run, _CANCELLED)
         for run in [run for run in runs if run.state is State.PREPARING]:
             assert self._service is not None
-            self._service.cancel(run)  # calls of the tokenizer are answered before the end
+            self._service.cancel(run)  # runs only: calls are still answered before the end
         left = sorted(run.name for run in self.runs())
         for name in left:
             del self.tasks[name]
@@ -375,7 +375,7 @@ class Intake:
             finish(result)
         else:
             self._submit(task, preparation, finish)
-            if task.state is State.CANCELLED:  # the service did not know this job before
+            if task.state is State.CANCELLED:  # cancelled before the service knew the job
                 assert self._service is not None
                 self._service.cancel(task)
 

@@ -44,7 +44,9 @@ from mlxpool.worker.scheduling.context_policy import ContextShift
 from mlxpool.worker.scheduling.sequence import Sequence
 
 NO_FILE = "the model has no tokenizer file"
-MAX_MARK_TOKENS = 16  # characters of the mark that begins thoughts, with white space after it
+# The most tokens of the mark that begins thoughts, with white space after it: these have at most 16
+# characters, and a token has at least one.
+MAX_MARK_TOKENS = 16
 
 Outcome = Admit | Compute | Decide | CallAnswer  # the next message of a prepared request
 

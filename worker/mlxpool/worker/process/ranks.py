@@ -46,7 +46,7 @@ class RankProcess(threading.Thread):
     def __init__(self, config: WorkerConfig, environment: Mapping[str, str]) -> None:
         super().__init__(name=f"rank-{config.rank}", daemon=True)
         self._config, self._environment = config, environment
-        self._was_started = threading.Event()  # the process; Thread already has a `_started`
+        self._was_started = threading.Event()  # set when the process starts; Thread has `_started`
         self._start_error: OSError | None = None
 
     def begin(self) -> None:
@@ -71,7 +71,7 @@ class RankProcess(threading.Thread):
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mlxpool.worker"],
-                stdin=subprocess.PIPE,  # a thread that ends with this process
+                stdin=subprocess.PIPE,  # the pipe closes when this process ends
                 env={**self._environment, WORKER_VARIABLE: config.to_environment()},
                 pass_fds=[descriptor for descriptor in descriptors if descriptor >= 0],
             )
@@ -109,7 +109,7 @@ class StartedGroup:
         self._error: ModelLoadFailed | None = None
         try:
             self._links = start_ranks(config, block)
-        except ModelLoadFailed as error:  # an error of the model itself is reported first
+        except ModelLoadFailed as error:  # raised later, after errors of the model
             self._error = error
 
     def __call__(self) -> GroupLinks:

@@ -12,8 +12,8 @@ NO_INFILL = (
     "suffix is not supported: the tokenizer of this model has no tokens for a text before and after"
     " a gap; leave it out"
 )
-# Tokens that such models draw after the text of a gap. These end the text, but need not end other
-# answers.
+# Tokens that models for infilling draw after the text of a gap. They end this text, but need not
+# end other answers.
 ENDS = (
     "<EOT>",
     "<|endoftext|>",
@@ -50,7 +50,7 @@ KNOWN = (
     InfillTokens("<PRE>", "<SUF>", "<MID>"),
     InfillTokens("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral
 )
-_JOINT = "\n"  # a text after this text is encoded as inside of a text
+_JOINT = "\n"  # encoded before a text, so that the text gets the ids of a middle part
 
 
 def infill_ids(

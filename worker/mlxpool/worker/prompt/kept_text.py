@@ -46,13 +46,13 @@ def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...
     """
     key = key_of(folder)
     file = KeptFile(KIND, key)
-    # The digest leaves out templates that are no regular files, which the reading below refuses.
+    # The digest excludes templates that are not regular files; `_read` refuses such a template.
     kept = _decoded(file) if all_regular(folder.files) else None
     if kept is None:
         kept = _read(folder)
-        # If the files have changed since they were checked, nothing is kept.
+        # If the files have changed since they were checked, no file is written.
         if file.path is not None and key == key_of(replace(folder, digest=digest_now(folder))):
-            with suppress(UnicodeEncodeError):  # a template has half a surrogate pair
+            with suppress(UnicodeEncodeError):  # for a lone surrogate in a template
                 file.write(msgspec.msgpack.encode(kept))
     path = str(folder.files / "tokenizer.json")
     source = TextSource.from_map({**kept.source, "tokenizer": path})
@@ -66,7 +66,7 @@ def key_of(folder: ModelFolder) -> dict[str, Any]:
     return {
         **code(),
         "tokenizers": version_of("tokenizers"),
-        "jinja2": version_of("jinja2"),  # a load that reads compiles the templates
+        "jinja2": version_of("jinja2"),  # only a load without kept data compiles templates
         "model": folder.digest,
         "ids": ids,
         "rows": folder.plan.embedding_rows,

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest, ContextExceeded
 
-# NFC makes at most three bytes of text one byte: it composes nine bytes of Hangul letters to three.
+# NFC shortens a text at most to a third: it composes nine bytes of Hangul letters to three.
 NFC_SHRINKS = 3
 NO_BOUND = 2**63 - 1  # the most tokens of a prompt that is truncated to the context
 _BYTES = 256
@@ -79,7 +79,7 @@ def _longest_token(tokenizer: Mapping[str, Any]) -> int | None:
     ]
     if not any(step.get("type") == "ByteLevel" for step in steps):
         return None
-    known = sum(len(token) == 1 for token in vocab) >= _BYTES  # a character represents a byte
+    known = sum(len(token) == 1 for token in vocab) >= _BYTES  # each character is one byte
     return max(map(len, vocab)) if known else None
 
 

@@ -31,11 +31,12 @@ class ThoughtMarks(Struct, frozen=True):
     again: bool = False
 
 
-# format of thoughts of chat_template.output_format -> its marks
+# Format of thoughts, see chat_template/output_format.py -> the marks of the format.
 MARKS: Mapping[str, ThoughtMarks] = {
     "tags": ThoughtMarks(b"<think>", (b"</think>",), ("</think>",)),
     "brackets": ThoughtMarks(b"[THINK]", (b"[/THINK]",), ("[/THINK]",)),
-    # The next message: with tools the model chooses its channel, possibly a tool call's channel.
+    # The closings also begin the next message. With tools, the model chooses the channel of this
+    # message, possibly the channel of a tool call.
     "harmony": ThoughtMarks(
         b"<|channel|>analysis<|message|>",
         (b"<|end|>", b"<|start|>", b"<|channel|>", b"<|call|>", b"<|return|>"),

@@ -23,7 +23,7 @@ from mlxpool.common.errors import ModelLoadFailed
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_LEVEL = {"type": "ByteLevel"}
 
-# The clean-up of a WordPiece decoder in each token; the replacements are in this order.
+# The replacements, in this order, with which a WordPiece decoder cleans up each token.
 _CLEAN_UP = (
     (" .", "."),
     (" ?", "?"),

@@ -158,7 +158,7 @@ class ChatTokenizer:
         text = self._chat.render(messages, tools, now=now, think=think)
         bare = ""
         if self._chat.prompts_generation(bool(tools)):
-            with contextlib.suppress(BadRequest):  # the end of the messages is only a hint
+            with contextlib.suppress(BadRequest):  # the position `ends` is only a hint
                 bare = self._chat.render(
                     messages, tools, now=now, think=think, add_generation_prompt=False
                 )

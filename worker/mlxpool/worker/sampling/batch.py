@@ -274,7 +274,7 @@ class SamplerOutput(Struct, frozen=True):
     logprobs: mx.array | None = None  # [R] float32
     top_ids: mx.array | None = None  # [R, k] int32 of the likeliest tokens, in any order
     top_logprobs: mx.array | None = None  # [R, k] float32
-    scored: mx.array | None = None  # [R, s] float32 of the requested tokens; None like `top`
+    scored: mx.array | None = None  # [R, s] float32 of the requested tokens; None: not requested
 
     def arrays(self) -> list[mx.array]:
         """Returns all arrays, to evaluate them together."""
@@ -331,7 +331,7 @@ def accepted_tokens(
     """
     drawn = sampled.tokens[row : row + len(drafts) + 1]
     right = next((n for n, draft in enumerate(drafts) if drawn[n] != draft), len(drafts))
-    count = right + (drawn[right] != NO_TOKEN)  # drafts are valid, so only the last may fail
+    count = right + (drawn[right] != NO_TOKEN)  # drafts are valid ids: only the last token may fail
     if not count:
         raise _no_numbers(seq)
     return [SampledToken(seq, drawn[n], _logprob(sampled, seq, row + n)) for n in range(count)]

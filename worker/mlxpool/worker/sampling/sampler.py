@@ -75,7 +75,7 @@ def sample_batch(
         return _by_kernel(logits, batch, positions, histories, pending, awaited, masks)
     raw = logits.astype(mx.float32)
     adjusted = processed_logits(raw, batch, histories, pending, awaited)
-    if masks is not None:  # NaN stays, so that the row is known to be damaged
+    if masks is not None:  # NaN stays NaN, so that damaged rows are recognised
         allowed = masks.bits(logits.shape[-1])
         adjusted = mx.where(allowed | mx.isnan(adjusted), adjusted, _NEG_INF)
     tokens = mx.argmax(adjusted, axis=-1).astype(mx.int32)

@@ -12,8 +12,8 @@ from msgspec import Struct
 from mlxpool.common.errors import ContextExceeded
 from mlxpool.worker.media.spans import MediaSpan, Spans, cut_end, kept_end
 
-# The most ids of a completion with shifts, if the context is smaller. A resume has these ids in a
-# blob of 2 MiB. A message has 8 MiB, and the blob of the prompt may take half of the message.
+# The most ids of a completion with shifts, unless the context leaves room for more. A resume has
+# these ids in a blob of 2 MiB. A message has 8 MiB; the blob of the prompt may be half of it.
 MAX_SHIFTED_IDS = 2**19
 MIN_CONTEXT = 2  # tokens of a request: one prompt token and one completion token
 OPEN_ENDED_CONTEXTS = 10  # length, in contexts, of a completion with shifts and without max_tokens

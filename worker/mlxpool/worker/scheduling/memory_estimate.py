@@ -12,8 +12,9 @@ from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.weights.inspect import FLOAT_BYTES, ModelFolder, dequantised_growth
 from mlxpool.worker.weights.safetensors_header import Tensor
 
-MAX_DEQUANTISED_SHARE = 0.25  # of a worker's memory limit, for weights that are dequantised at load
-PREFIX_CACHE_SHARE = 4  # by default the prefix cache gets 1 / 4 of the memory beside weights
+# The fraction of a worker's memory limit for weights that are dequantised at load.
+MAX_DEQUANTISED_SHARE = 0.25
+PREFIX_CACHE_SHARE = 4  # by default the prefix cache gets 1 / 4 of the memory without the weights
 # Tokens of a draft model's KV row: drafts depend mostly on the newest tokens of a stream.
 MAX_DRAFT_CONTEXT = 1024
 DTYPE_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}

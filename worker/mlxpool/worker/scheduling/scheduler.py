@@ -31,7 +31,7 @@ NO_TURNS: Mapping[str, int] = {}
 # (sequence, tokens) -> length of the next chunk: at most `tokens`, or an indivisible group of an
 # image's inputs; 0: the next input belongs to an image that is not encoded yet
 Clip = Callable[[Sequence, int], int]
-Predict = Callable[[Load], float]  # -> seconds of a pass
+Predict = Callable[[Load], float]  # load of a pass -> its seconds
 
 
 class StepLimits(Struct, frozen=True):
@@ -131,7 +131,7 @@ def _rows_and_prompts(
     prompts: list[Sequence] = []
     runs: list[Sequence] = []
     running, context, ahead = Phase.RUNNING, limits.context, limits.ahead
-    for seq in live:  # runs in every step, so it makes few calls
+    for seq in live:  # this loop runs in every step, so it makes few calls
         if seq.phase is not running or seq.held:
             continue
         awaited, submitted = seq.awaited, seq.submitted
@@ -235,7 +235,7 @@ def _chunks(
         load = load.with_span(span)
         lines, pairs = lines - span.count, pairs - span.count * span.end
         if most < prompt.unread and span.count == most:
-            break  # a bound was reached, not a restore point
+            break  # the chunk ends at a bound, not at a restore point
     return chunks
 
 
@@ -258,7 +258,7 @@ def _filled(chunks: list[Span], beside: int, sizes: Many[int]) -> list[Span]:
         return chunks
     last = chunks[-1]
     if touches_images(last.sequence.media, last.start, last.end):
-        return chunks  # passes of other sizes are not compiled
+        return chunks  # not shortened; passes of other sizes are not compiled
     lines = beside + _inputs(chunks)
     fitting = bisect_right(sizes, lines)
     spare = lines - sizes[fitting - 1] if fitting else 0

@@ -48,21 +48,21 @@ class Sequence(Struct, eq=False):
     max_tokens: int
     ids: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
-    submitted: int = 0  # first inputs with keys and values in the row or in a pass in flight
+    submitted: int = 0  # first inputs whose keys and values are in the row or in a pass in flight
     awaited: int = 0  # tokens that passes in flight draw: they follow `ids`
     cached: int = 0  # the part of `submitted` that the prefix cache had at admission
     promised: int = 0  # the most blocks of the sequence when it runs alone, see block_manager.py
     preempted: bool = False  # the sequence was preempted
-    read_alone: bool = False  # a pass or a worker failed with it: passes read its prompt alone
+    read_alone: bool = False  # a pass or worker with it failed, so its prompt is read alone
     held: bool = False  # steps omit the sequence until the mask of its next token is known
     restore_at: int = 0  # tokens before the generation prompt, where a later prompt may branch off
-    shift: ContextShift | None = None  # shifts at a full context; None: an end there
+    shift: ContextShift | None = None  # shifts at a full context; None: the sequence ends there
     discarded: int = 0  # tokens of the stream that shifts have removed from the inputs
     media: tuple[MediaSpan, ...] = ()  # the images among the inputs
     images: Mapping[ImageKey, PreparedImage] = field(default_factory=dict)  # images of `media`
     scored: tuple[int, ...] = ()  # tokens whose log-probabilities come with each drawn token
     shared: bool = False  # other sequences have this prompt: it is cached as soon as it is read
-    awaits: Sequence | None = None  # the sequence whose prompt is awaited, see shared_prompts.py
+    awaits: Sequence | None = None  # waits for the prompt of this sequence, see shared_prompts.py
     reported: int = 0
     owner: str = ""  # the owner of the request
     looked_up: bool = False  # the prefix was requested from the disk tier
@@ -225,7 +225,7 @@ class TokenLogprob(Struct, frozen=True):
     """
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (id, logprob); the likeliest: most likely first
+    top: tuple[tuple[int, float], ...] = ()  # (id, logprob) of the likeliest tokens, best first
 
 
 class PromptLogprobs(Struct, frozen=True):

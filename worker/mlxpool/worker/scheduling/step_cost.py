@@ -21,8 +21,8 @@ OBSERVATIONS = 128  # newest passes that a fit uses: this many with prompts, thi
 FIT_INTERVAL = 16  # the fewest observations between two fits of 0.5 ms each
 FIT_ROUNDS = 4  # rounds of a fit; each round weights errors by the previous predictions
 MIN_OBSERVATIONS = 2
-SLOW_STEP_TARGET = 0.2  # seconds of a pass on a CPU, and of a pass that computes span by span
-# The units in which the fit counts inputs, keys, pairs and drawn tokens.
+SLOW_STEP_TARGET = 0.2  # target seconds of a pass on a CPU or of a pass that computes span by span
+# The units in which the fit counts passes, inputs, keys, pairs and drawn tokens.
 _UNITS = np.array([1.0, 1e3, 1e5, 1e6, 1e2])
 _RIDGE = 1e-6
 
@@ -41,7 +41,7 @@ class Load(Struct, frozen=True):
     def of(cls, spans: Iterable[Span]) -> Self:
         """Returns the load of a pass over these spans."""
         lines = keys = pairs = drawn = 0
-        for span in spans:  # runs in every step, so it makes few calls
+        for span in spans:  # this loop runs in every step, so it makes few calls
             count = span.count
             end = span.start + count
             lines += count

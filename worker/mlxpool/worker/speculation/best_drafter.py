@@ -8,10 +8,10 @@ from collections.abc import Sequence as Many
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import AUTO, Drafter, Drafts
 
-# Consecutive failures after which a drafter is no longer used. Fewer than MAX_FAILURES of
-# compute/drafting_rows.py, after which all drafts are turned off.
+# The number of consecutive failures after which a drafter is no longer used. It is below
+# MAX_FAILURES of compute/drafting_rows.py, the number of failures that turns off all drafts.
 MAX_FAILURES = 2
-# Drafters are compared by the expected number of right drafts among this many.
+# Drafters are compared by the expected number of right drafts among their first COMPARED drafts.
 COMPARED = 6
 
 

@@ -44,7 +44,7 @@ def choose_depths(
         deepest = max(deepest, depth)
         lines = number + checked  # inputs of the sequences with drafts
         if number & (number - 1) and lines & (lines - 1) and number < len(ranked):
-            continue  # to save time, rates only powers of two (drafts or inputs) and the last
+            continue  # to save time, tries only powers of two (drafts or inputs) and the last
         rate = (rows + gained) / seconds(checked, number, deepest)
         if rate > best:
             best, chosen = rate, number

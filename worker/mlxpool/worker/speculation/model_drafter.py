@@ -20,9 +20,9 @@ from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.speculation.drafter import DRAFT, Drafts
 
-# Weights of the newest draft in the average of a stream, and in the average of all streams.
+# The weight of the newest draft: in the average of a stream, and in the average of all streams.
 STREAM_WEIGHT = 0.08
-ALL_WEIGHT = 0.02  # a larger weight while all streams had few drafts
+ALL_WEIGHT = 0.02  # larger until the streams have had some drafts
 PRIOR_DRAFTS = 8  # number of drafts that the initial assumption counts as
 NEW_SECONDS = 0.1  # weight of the newest passes in the average of their seconds
 # Drafts have classes, by the distance between the two largest logits; each class has an average.
@@ -32,11 +32,11 @@ BOUNDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 FIRST_CHANCES = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95, 0.6)
 UNKNOWN = len(FIRST_CHANCES) - 1
 FIRST_RATE = 0.75  # initial rate of all classes together, so high that drafts are tried
-# Tokens without drafts before a probe: a stream whose drafts were not worth their cost drafts
-# again. The number doubles each time the first draft of a probe is wrong.
+# The number of tokens without drafts before a probe. In a probe, a stream tries drafts again after
+# drafts that were not worth their cost. The number doubles if the probe's first draft is wrong.
 FIRST_PROBE, LONGEST_PROBE = 128, 8192
 PROBE_DRAFTS = 2
-# Factor of the reading time before a probe, because further drafts seldom follow a probe.
+# Factor of the predicted reading time for a probe, because further drafts seldom follow a probe.
 PROBE_READING = 25.0
 UNREAD_TOKENS = 8  # unread tokens that the first pass for drafts always reads
 
@@ -325,7 +325,7 @@ class ModelDrafter(Struct):
             return
         size = rows.bit_length()
         known = self._ratios.get(size, 1.0)
-        ratio = min(2 * known, seconds / predicted)  # other processes use the machine, too
+        ratio = min(2 * known, seconds / predicted)  # bounded: other processes may slow passes
         self._ratios[size] = known + NEW_SECONDS * (ratio - known)
 
     def forget(self, seq: Sequence) -> None:

@@ -13,7 +13,7 @@ from mlxpool.worker.speculation.drafter import MTP, Drafts
 # The initial probability of a draft to be right if the drafts before it are right, by depth. One
 # head is used for all depths, but was trained for the first depth.
 FIRST_CHANCES = (0.75, 0.6, 0.5, 0.45)
-# The least weight of the newest draft in a stream's average; draft n at first has 1 / n.
+# The least weight of the newest draft in a stream's average. At first, draft n has 1 / n.
 STREAM_WEIGHT = 0.12
 ALL_WEIGHT = 0.02  # the same for the averages of all streams
 PRIOR_DRAFTS = 8  # weight of the initial assumption in these averages, in drafts
@@ -21,9 +21,10 @@ PRIOR_DRAFTS = 8  # weight of the initial assumption in these averages, in draft
 # with wrong drafts of 32 streams changes this average 32 times.
 ALL_COUNT_AS = 2
 MOST_SEEN = 8  # the largest weight of a stream's own average, in drafts
-# For each token of a stream without drafts, its own drafts lose RETURN_STREAM of their weight, and
-# the averages of all streams return by RETURN_MODEL to the initial averages. So wrong drafts do not
-# prevent drafts for ever: the stream checks drafts again after fifty to a hundred tokens.
+# For each token that a stream draws without drafts, the averages of this stream lose RETURN_STREAM
+# of their weight, and the averages of all streams return by RETURN_MODEL to the initial averages.
+# So wrong drafts do not prevent drafts for ever: the stream checks drafts again after fifty to a
+# hundred tokens.
 RETURN_STREAM = 1 / 64
 RETURN_MODEL = 1 / 2**15
 

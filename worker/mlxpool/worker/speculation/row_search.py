@@ -63,7 +63,7 @@ class RowSearch:
         self._save(TIME_SHARE * self._step)
         if self._step and not self.affordable:
             return True
-        self.saved = before  # `earn` counts the step
+        self.saved = before  # `earn` will add the time of this step
         return False
 
     def _save(self, seconds: float) -> None:

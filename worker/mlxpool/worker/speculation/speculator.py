@@ -38,16 +38,17 @@ MAX_DRAFTS = 15  # the most drafts of a sequence in a step: 16 inputs with its n
 FEW_ROWS, MAX_DRAFTS_OF_MANY = 3, 3
 MAX_STEP_DRAFTS = 256  # the most drafts of all sequences in a step
 MAX_LOGIT_BYTES = 128 * 1024 * 1024  # the most bytes of float32 logits of a step's drafts
-# Drafts of the first measured step: for each sequence, if all drafts cost the same; for all
-# sequences together, if passes are submitted ahead, because then most of the cost is one wait.
+# The most drafts of the first measured step. FIRST_DRAFTS: for each sequence, if all drafts cost
+# the same. FIRST_DRAFTS_AHEAD: for all sequences together, if passes are submitted ahead, because
+# then most of the cost is one wait.
 FIRST_DRAFTS, FIRST_DRAFTS_AHEAD = 2, 8 * MAX_DRAFTS
 PLAIN_INTERVAL = 64  # steps with drafts between two measured steps without drafts: 2 % of the gain
 # A trial may cost this fraction of the time of steps since the last checked or useless drafts.
-# Before the first trial, FIRST_TRIAL steps count, so that it happens soon.
+# FIRST_TRIAL steps are counted in advance, so that the first trial happens soon.
 TRIAL_SHARE, FIRST_TRIAL = 0.005, 256
 MAX_REST = 512  # the most steps of a rest: with steps of 4 ms, drafts rest for two seconds
 # Reading a sequence's unread tokens for drafts may cost this fraction of a plain step for each
-# expected further token: as many as the answer has so far, at least LEAST_REMAINING.
+# further token that is expected: as many as the answer has so far, at least LEAST_REMAINING.
 READING_SHARE, LEAST_REMAINING = 0.25, 16
 
 # (sequences with drafts, drafts of all sequences, most drafts of a sequence) -> seconds of a step.
@@ -116,8 +117,8 @@ class Speculator:
         self._rest = Rest()
         self._since_plain = 0  # steps with drafts since a step without drafts was measured
         self._without = FIRST_TRIAL  # steps since the last step with drafts
-        # Seconds that are subtracted from the time of the step: of the search, if no sequence had
-        # drafts, and of making drafts, if the drafter predicts this time.
+        # Seconds to subtract from the time of the step: the search, if no sequence had drafts; the
+        # making of drafts, if the drafter predicts its time.
         self._apart = 0.0
 
     @property
@@ -251,7 +252,7 @@ class Speculator:
     def pause(self) -> None:
         """Begins a series of steps without drafts, after useless drafts or waits for passes."""
         self._rest.begin()
-        self._paying, self._apart, self._without = set(), 0.0, 0  # it has cost as much as a trial
+        self._paying, self._apart, self._without = set(), 0.0, 0  # counts as a trial: costs as much
         self.times.settle()  # no step is measured during a rest
 
     def _those_that_pay(self, drafts: Drafts) -> Drafts:
@@ -302,7 +303,7 @@ class Speculator:
             self.search.earn(seconds)
             self._without += 1
             if apart and self._ahead:
-                measured = False  # how much of the search overlapped a pass is not known
+                measured = False  # an unknown part of the search overlapped a pass
             if measured and self.times.settled:
                 self._since_plain = 0
         self.times.observe(rows, sum(map(len, drafts.values())), seconds, measured=measured)

@@ -80,8 +80,8 @@ class StepTimes:
     def __init__(self, *, ahead: bool = False) -> None:
         """`ahead`: whether passes without drafts are submitted ahead."""
         self._settling = SETTLING_STEPS if ahead else 0
-        self._newest: dict[int, deque[float]] = {}  # seconds of steps without drafts, by sequences
-        self._plain: dict[int, float] = {}  # their medians
+        self._newest: dict[int, deque[float]] = {}  # seconds of plain steps, by number of sequences
+        self._plain: dict[int, float] = {}  # medians of `_newest`
         self._sizes: list[int] = []  # the keys of `_plain`, sorted
         self._curves: dict[int, Curve] = {}
         self._unsettled: Unsettled | None = None

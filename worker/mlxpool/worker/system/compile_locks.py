@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-LONGEST_WAIT = 20.0  # seconds; then this process compiles the kernel, too. A kernel takes 1 to 5
+LONGEST_WAIT = 20.0  # seconds until this process compiles the kernel, too; a kernel takes 1 to 5
 LOOK_INTERVAL = 0.02  # seconds between two tries
 
 
@@ -46,7 +46,7 @@ def _locked(file: Path) -> int | None:
         return None
     except OSError:
         return descriptor
-    # The last holder removes the file, and a lock of a file without a name does not count.
+    # If the last holder has removed the file, the file has no name and its lock does not count.
     if _has_name(descriptor, file):
         return descriptor
     os.close(descriptor)

@@ -26,9 +26,11 @@ from msgspec import Struct
 
 SAMPLE_INTERVAL = 0.1  # seconds between two samples of the processor time
 SAMPLE_LIFE = 2.0  # seconds; an older sample, before a pause, is no longer valid
-SAMPLES_TO_GROW = 5  # consecutive samples with more free cores, before steps use them
+SAMPLES_TO_GROW = 5  # consecutive samples with more free cores before steps use these cores
 MIN_SHARE = 4  # steps use at least a quarter of the cores, also on a busy machine
-_PTHREADS = 1  # OpenBLAS has its own threads; OpenMP's threads would belong to each caller
+# The result of openblas_get_parallel if OpenBLAS has its own threads. The threads of OpenMP would
+# belong to each caller.
+_PTHREADS = 1
 TICK = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01  # seconds
 _BUSY = (0, 1, 2, 5, 6)  # columns of a line of /proc/stat: user, nice, system, irq, softirq
 STAT = Path("/proc/stat")
@@ -207,5 +209,5 @@ def process_cpu_threads() -> CpuThreads:
     try:
         cores = os.sched_getaffinity(0)
         return CpuThreads(OpenBlas(), len(cores), lambda: read_cpu_use(cores))
-    except (OSError, AttributeError):  # another system, or another library
+    except (OSError, AttributeError):  # another operating system or BLAS library
         return CpuThreads(None, 1)

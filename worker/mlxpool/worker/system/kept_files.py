@@ -31,11 +31,11 @@ from mlxpool.worker.versions import version_of
 
 Key = Mapping[str, Any]  # values of JSON's types
 
-FOLDER = "loads"  # in the temporary folder
-MAX_FILES = 64  # of all models and settings; the least recently used are removed
+FOLDER = "loads"  # name of the folder in the temporary folder
+MAX_FILES = 64  # files of all models and settings; the least recently used are removed
 MAX_BYTES = 64 * 2**20  # largest file that is read
-MAX_AHEAD = 60.0  # seconds by which the clock of a file server may be ahead of this one
-MAGIC = b"mlxpool kept 1\n"  # with the version of the file format
+MAX_AHEAD = 60.0  # seconds by which the clock of a file server may be ahead of this machine's clock
+MAGIC = b"mlxpool kept 1\n"  # first bytes of a file, with the version of its format
 _DIGEST_BYTES = 32
 # The beginnings of variables that decide what MLX compiles, how a product is divided between cores,
 # and what memory both take.
@@ -129,11 +129,11 @@ def _remove_oldest(folder: Path) -> None:
     """
     now, used = time.time(), []
     for file in folder.iterdir():
-        with contextlib.suppress(OSError):  # another process has removed it
+        with contextlib.suppress(OSError):  # another process has removed the file
             at = file.lstat().st_mtime
             used.append((0.0 if at > now + MAX_AHEAD else at, file))
     for _, file in sorted(used, reverse=True)[MAX_FILES:]:
-        with contextlib.suppress(OSError):  # the same, or it is a folder
+        with contextlib.suppress(OSError):  # already removed, or a folder
             file.unlink()
 
 
@@ -157,7 +157,7 @@ def machine() -> dict[str, Any]:
         "system": [sys.platform, platform.machine(), platform.release()],
         "cpu": _cpu(),
         "cores": _cores(),
-        "compiler": shutil.which("g++"),  # MLX fuses operations with it on a CPU
+        "compiler": shutil.which("g++"),  # on a CPU, MLX compiles fused operations with it
         "environment": {
             name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)
         },

@@ -151,7 +151,7 @@ def _leak() -> None:
         time.sleep(LEAK_INTERVAL)
 
 
-# The action of each fault, by its name. Faults of frames and of the device have none.
+# The action of each fault, by its name. Faults of frames and of the device have no action.
 ACTIONS: dict[str, Callable[[], object]] = {
     "raise": _raise,
     "kill": lambda: _signal(signal.SIGKILL),

@@ -14,7 +14,7 @@ from mlxpool.worker.kernels.kernel_builder import build_kernel, kernel_works, wr
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SETS, Numbers, SharedArray, aligned
 from mlxpool.worker.transfers.uploads import Uploads
 
-# Fills the memory of the first array before a pass; it is neither a token nor a count.
+# Fills the memory of the first array before a pass; no token or count has this value.
 NOT_THERE = -(2**31)
 _KINDS = {mx.int32: "i4", mx.uint32: "u4", mx.float32: "f4"}
 

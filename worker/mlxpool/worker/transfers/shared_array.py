@@ -18,7 +18,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-# More passes than are in flight: nothing reads the memory that the next pass overwrites.
+# Sets of memory, more than the passes in flight: no pass still reads the set that the next pass
+# overwrites.
 SETS = 3
 LEAST_NUMBERS = 4096  # numbers in the memory of a pass
 ALIGNMENT = 32  # arrays begin at multiples of this many numbers

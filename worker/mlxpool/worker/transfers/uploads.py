@@ -36,7 +36,7 @@ class Uploads:
         """
         self._sets = [SharedArray(size) for _ in range(SETS)]
         self._newest = 0
-        self._used = 0  # numbers used of the newest memory
+        self._used = 0  # numbers used in the newest array
 
     def begin(self) -> None:
         """Begins the uploads of the next pass."""

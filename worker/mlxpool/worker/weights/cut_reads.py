@@ -114,7 +114,7 @@ class Runs(Struct, frozen=True):
         """Fills `into` with whole runs; reads the rows that contain them."""
         part = np.frombuffer(into, np.uint8).reshape(-1, self.size)
         rows = np.empty((len(part), self.step), np.uint8)
-        read = (len(part) - 1) * self.step + self.size  # the file may end after the last run
+        read = (len(part) - 1) * self.step + self.size  # ends with a run: the file may end there
         start = self.begin + number * self.step
         read_into(descriptor, start, rows.reshape(-1)[:read].data)
         part[:] = rows[:, : self.size]

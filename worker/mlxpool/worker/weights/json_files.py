@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.wrong_contents import DOWNLOAD, HEAD_BYTES, fault_of
 
-MAX_FILE_BYTES = 256 * 2**20  # not for weights; tokenizers of large vocabularies have 40 MiB
+MAX_FILE_BYTES = 256 * 2**20  # files without weights; tokenizers of large vocabularies have 40 MiB
 # Keys of a server's JSON error, which tools save under the name of the requested file.
 ERROR_KEYS = {"error", "errors", "message", "detail", "code", "status", "statusCode", "error_type"}
 

@@ -79,7 +79,7 @@ def load(
         weights.update(layer)
         on_progress(tensors, size)
     _log_weights(folder)
-    weight_bytes = sum(array.nbytes for array in weights.values())  # building removes them
+    weight_bytes = sum(array.nbytes for array in weights.values())  # before the build removes them
     weight_bytes += folder.plan.built * dtype.size
     if dequantise or deterministic:
         weight_bytes += dequantised_growth(folder, dtype.size, deterministic=deterministic)

@@ -62,7 +62,7 @@ class _Matching:
         self._available = {
             name: TensorSpec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()
         }
-        self._origin = {name: name for name in tensors}  # available name -> a stored source of it
+        self._origin = {name: name for name in tensors}  # available name -> name of a stored source
         self._derived: list[DerivedWeights] = []
         self._layouts: dict[str, QuantLayout] = {}
         self._wanted: dict[str, tuple[Shape, tuple[str, ...]]] = {}

@@ -32,7 +32,7 @@ CONTEXT_KEYS = (
     "max_seq_len",
     "seq_length",
 )
-UNBOUNDED_CONTEXT = 2**20  # tokens, if config.json lacks all of these keys: recurrent models
+UNBOUNDED_CONTEXT = 2**20  # tokens if config.json has none of these keys, as in recurrent models
 FEATURES = ("resume",)  # features of every model of mlx-lm, known before the load
 CACHE_MODULE = "mlx_lm.models.cache"
 # mlx-lm's caches that can be copied. A KVCache grows by tokens; all other caches are valid only for

@@ -24,7 +24,7 @@ END_OF_TURN = (
     "<|end_of_turn|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<|assistant_end|>",
     "<end_of_utterance>", "<|end_of_text|>", "<EOT>",
 )  # fmt: skip
-CHANNELS = "<|channel|>"  # in templates in which END_OF_TURN ends a message, not the whole turn
+CHANNELS = "<|channel|>"  # in a template with it, END_OF_TURN ends a message, not the whole turn
 
 
 class SpecialTokens(Struct, frozen=True):
@@ -191,7 +191,7 @@ def _ends(
             notes.append(f"{name}: eos_token_id {_listed(words)} ends no answer: it is a word")
     if not taken:
         notes.append("no file names a token that ends a text: answers end at max_tokens")
-    if lost := ends - special:  # words seldom end an answer
+    if lost := ends - special:  # an end token is seldom a plain word
         spelt = {token for token in tokenizer.words.values() if _is_id(token)}
         if (special or spelt) and (lost := lost - spelt):
             notes.append(f"eos_token_id {_listed(lost)} is no id of tokenizer.json")

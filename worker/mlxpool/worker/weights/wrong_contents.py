@@ -17,7 +17,7 @@ REFUSAL = re.compile(
     rb"|too many requests|internal server error|service unavailable|gateway time-?out)[.!]?\s*",
     re.IGNORECASE | re.DOTALL,
 )
-# The whole content of a short file, too: a symbolic link as text (from git, or copies without
+# Further whole contents of a short file: a symbolic link as text (from git, or copies without
 # links), the pointer of git-annex or DVC, and an error in JSON.
 LINK = re.compile(rb"(?:(?:\.\./)+(?:\.git/annex/objects|blobs)|/annex/objects)/\S+\s*")
 DVC = re.compile(rb"(?:outs:\s*\n)?- md5: [0-9a-f]{32}\b.*", re.DOTALL)

@@ -49,7 +49,7 @@ from mlxpool.common.protocol.kept.batch_messages import BatchRow
 from mlxpool.common.protocol.kept.job_work import Work, seed_of
 from mlxpool.common.protocol.to_client import Done
 
-AHEAD = 1024  # waiting and running jobs of a batch at which no further lines become jobs
+AHEAD = 1024  # at this number of a batch's waiting and running jobs, no further line becomes a job
 PORTION_LINES = 128  # most lines in one commit: about 10 ms of the store's thread
 SLICE_LINES = 16  # most lines that one iteration of the broker's loop checks
 SLICE_BYTES = 64 * 1024  # most bytes of these lines; a longer line is a slice by itself

@@ -197,7 +197,7 @@ def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
     try:
         chunks = list(contents.chunks_of(database, job))
         answer = contents.read_answer(database, job) if job.kind in CALLS else ()
-    except Damaged:  # a fetch of the job returns the error, with the range of ids
+    except Damaged:  # only a fetch of the job reports the damage, with the range of ids
         return _left_out(outcome, job)
     whole = replace(
         outcome,

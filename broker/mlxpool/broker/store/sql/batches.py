@@ -107,7 +107,7 @@ def cancel_batch(database: Database, operation: CancelBatch, now: float) -> Resu
 
 
 EMPTY_LINES = re.compile(rb"(?:[ \t\r\v\f]*+\n)++")
-OUTCOMES = {True: Outcomes.DONE, False: Outcomes.OTHERS}  # by whether a line is done
+OUTCOMES = {True: Outcomes.DONE, False: Outcomes.OTHERS}  # whether a line is done -> its outcome
 
 
 def retry_batch(database: Database, operation: RetryBatch, now: float) -> Result:
@@ -149,10 +149,10 @@ def release_outcomes(
         endings.empty_job(database, job, now + key_life)
     if Outcomes.OTHERS & operation.outcomes:
         database.change("DELETE FROM failed_line WHERE batch = ?", batch.id)
-    # Set at the first deletion, so that a reader of the other results knows why these are missing.
+    # Set at the first deletion, so that a reader of the results knows why some are missing.
     deleted = batch.deleted | operation.outcomes
     if not _has_results(database, batch.id):
-        deleted = Outcomes.DONE | Outcomes.OTHERS  # nobody reads its lines any more
+        deleted = Outcomes.DONE | Outcomes.OTHERS  # no results remain: the file is not needed
         files.let_go(database, batch.id, now)
     database.change("UPDATE batch SET deleted = ? WHERE id = ?", int(deleted), batch.id)
     return BatchChanged(_again(database, batch.id), tuple(jobs))
@@ -276,7 +276,7 @@ def read_lines(database: Database, operation: ReadLines, now: float) -> Result:
     lines: list[tuple[int, int, bytes]] = []
     at = counted = skipped = 0
     while counted < operation.count and at < len(data):
-        if empty := EMPTY_LINES.match(data, at):  # one portion may skip millions of empty lines
+        if empty := EMPTY_LINES.match(data, at):  # one match skips millions of empty lines
             skipped += data.count(b"\n", at, empty.end())
             at = empty.end()
             continue

@@ -28,7 +28,7 @@ PART = 256 * 1024  # most bytes of a stored part
 # Seconds between the last part of an abandoned file and its deletion. A file is abandoned if it is
 # incomplete, or if a gateway wrote it for a batch that was never made.
 UPLOAD_LIFE = 3600.0
-SWEPT = 4  # most files of each kind that one sweep deletes: a file may have 1 GiB
+SWEPT = 4  # most expired, and most abandoned, files that a sweep deletes: a file may have 1 GiB
 DELETED_LIFE = 3600.0  # seconds for which the list position of a deleted file is kept
 # The condition under which a batch needs its file: lines are still to become jobs, or a gateway
 # wrote the file and reads it together with the results.

@@ -24,7 +24,7 @@ VALUES = """outbox.url, outbox.origin, outbox.since, outbox.tries, outbox.due, o
 SCOPE = ", ".join(f"COALESCE(job.{name}, batch.{name})" for name in ("owner", "tenant", "key"))
 FROM = """outbox LEFT JOIN job ON outbox.kind = 'job' AND job.id = outbox.subject
     LEFT JOIN batch ON outbox.kind = 'batch' AND batch.id = outbox.subject"""
-GIVEN_UP_AT_ONCE = 1000  # the most notices that one failed try gives up
+GIVEN_UP_AT_ONCE = 1000  # the most notices of an unreachable origin that one failed try gives up
 
 
 def _notice(row: Row) -> Notice:
@@ -39,7 +39,7 @@ def read_notices(database: Database, operation: ReadNotices, now: float) -> Noti
     The number of notices of an origin is limited by the origin's `room` in `operation.loads`.
     """
     loads = {load.origin: load for load in operation.loads}
-    waiting: list[tuple[int, float, list[Row]]] = []  # (number under way, earliest due, notices)
+    waiting: list[tuple[int, float, list[Row]]] = []  # (posts under way, first due, rows)
     later: list[float] = []
     for origin in _origins(database):
         load = loads.get(origin) or OriginLoad(origin, 0, operation.per_origin)

@@ -119,7 +119,7 @@ def view(row: Row) -> JobView:
     if end is not None and stored.ending_crc != checksums.of_end(stored.id, stored.state, end):
         end = None
         damages.append(END_DAMAGED)
-    return JobView(  # positional arguments: names take three times as long
+    return JobView(  # positional arguments: keyword arguments take three times as long
         stored.seq,
         stored.id,
         Scope(stored.owner, stored.tenant, stored.key),

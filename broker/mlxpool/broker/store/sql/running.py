@@ -33,7 +33,7 @@ from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sql.schema import OFTEN_STARTED
 from mlxpool.common.protocol.token_ids import count_of
 
-PAGE = 64  # jobs of an owner in one query
+PAGE = 64  # most jobs of an owner in one query
 
 
 # ---- feed ----------------------------------------------------------------------------------------

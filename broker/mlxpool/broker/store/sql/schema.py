@@ -14,11 +14,11 @@ class Dialect(Struct, frozen=True):
     """The SQL spellings that differ between the databases."""
 
     blob: str
-    text: str  # sorted by its bytes
+    text: str  # the type of text that sorts by bytes
     real: str
     integer: str
     numbered: str  # an increasing primary key that never reuses a deleted row's number
-    strict: str  # after each table
+    strict: str  # suffix of each table
     clustered: str  # suffix of a table that is stored in primary-key order
 
 
@@ -43,7 +43,7 @@ POSTGRES = Dialect(
 
 # An index of jobs with at least OFTEN_STARTED starts without a durable id. Such jobs are few;
 # without the index a search reads all other jobs. A query must contain the number as text.
-# It is created after job_waiting: of indices that serve a query equally SQLite takes the newest.
+# It must be created after job_waiting: if two indices fit a query equally, SQLite uses the newer.
 OFTEN_STARTED = 3
 SUSPECTS = f"""CREATE INDEX job_suspect ON job (model, priority, owner, due, seq)
         WHERE state = 'waiting' AND starts >= {OFTEN_STARTED}"""

@@ -38,9 +38,9 @@ from mlxpool.common.closing import Closing
 log = logging.getLogger("mlxpool.broker")
 
 KEY_LIFE = 24 * 3600.0  # seconds for which a key is kept after its result is deleted
-ADMIT_SHARE = 0.8  # share of the bound above which only running jobs may write
-# Owners below this share of the bound may still add new jobs above ADMIT_SHARE, up to the sum of
-# both shares: no owner can fill the store for all others.
+ADMIT_SHARE = 0.8  # share of the store's bound above which only running jobs may write
+# An owner with less than this share of the bound may add jobs until the store is at ADMIT_SHARE +
+# SMALL_SHARE of the bound. So no owner can fill the store for all others.
 SMALL_SHARE = 0.1
 SEEN_EVERY = 1.0  # seconds between two writes of the present time
 

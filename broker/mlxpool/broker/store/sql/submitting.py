@@ -31,7 +31,7 @@ def submit(database: Database, operation: Submit, now: float, room: int) -> Resu
     if refused is not None:
         return refused
     seq = _insert(database, operation, size, now)
-    assert seq is not None  # the key is unused
+    assert seq is not None  # the key is unused, so the insert succeeds
     rows.count_usage(database, operation.scope.owner, 1, size)
     return Submitted(rows.by_seq(database, seq), new=True)
 

@@ -27,12 +27,13 @@ MAX_LINE = 4 * 1024 * 1024  # bytes of JSON
 MAX_LABEL = 256  # the most characters of an `id`
 # Keys that belong to the batch: they are the same for all its lines.
 OF_BATCHES = ("keep_ms", "not_before", "deadline_ms", "priority", "key", "tenant")
-NOT_OF_LINES = {  # key -> the place where it belongs
+NOT_OF_LINES = {  # refused key -> error that names the right request for it
     "notify": "notify is of the batch: give it there to get a notice of the batch's end",
     "note": "note is of a job that is submitted alone, not of a line",
 }
-DEFAULTS = ("model", "options", "tools", "think", "session")  # for calls only `model` has a default
-OF_CLIENTS = "asked"  # the pool ignores this key; a gateway uses it for its answer
+# Keys that can have a default in a batch; for calls only `model` can.
+DEFAULTS = ("model", "options", "tools", "think", "session")
+OF_CLIENTS = "asked"  # key that the pool ignores; a gateway stores settings of its answer in it
 
 
 class Line(Struct, frozen=True):

@@ -37,7 +37,8 @@ MAX_DIGEST = 64  # bytes
 
 DONE, OTHERS = "done", "others"  # the results of lines that are done, and of all other lines
 READ, CANCEL, RETRY, RELEASE = "batch", "batch_cancel", "batch_retry", "batch_release"
-# A message kind of its own: with an extra key, an old broker would delete all results.
+# A separate message kind. An old broker would ignore an extra key of `batch_release` and delete all
+# results.
 RELEASE_RESULTS = "batch_release_results"
 
 

@@ -297,7 +297,7 @@ class AboutJob(Content, Struct, frozen=True):
 
 READ, CANCEL, RETRY, RELEASE = "job", "cancel", "retry", "release"
 REQUEST = "job_request"  # kind that asks for the submitted request
-JOB_CALLS = frozenset({READ, REQUEST, RETRY, RELEASE})  # without `cancel`: streams have it, too
+JOB_CALLS = frozenset({READ, REQUEST, RETRY, RELEASE})  # without CANCEL, which streams also have
 KINDS = frozenset({Submit.kind, Fetch.kind, ListJobs.kind, *JOB_CALLS})
 
 Question = Submit | Fetch | ListJobs | AboutJob

@@ -56,7 +56,8 @@ def parse_work(body: Mapping[str, Any], blobs: Sequence[bytes], owner: str = "")
     fields = {key: value for key, value in request.items() if key not in _NOT_FIELDS}
     task = next((name for name in TASKS if name == kind), None)
     if task is not None:
-        check_keys(task, fields)  # before the blobs: each of these keys has one blob
+        # Before the check of the blobs, because each of these keys has one blob.
+        check_keys(task, fields)
     if len(blobs) > 1 or any(len(blob) > MAX_BLOB for blob in blobs):
         sizes = ", ".join(str(len(blob)) for blob in blobs)
         raise TooLarge(f"{kind} takes one blob of at most {MAX_BLOB} bytes, got {sizes} bytes")

@@ -13,7 +13,7 @@ from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 from mlxpool.gateway.openai.batches.lines import LineFault
 
 UPLOADED, LINES = "batch", LINES_PURPOSE  # purposes of files: of a client, and of the pool
-MARK = "openai"  # key of these facts in the pool's metadata of a batch
+MARK = "openai"  # key of the BatchRequest in the pool's metadata of a batch
 OUTPUT, ERROR = "output", "error"
 RELEASED = {OUTPUT: DONE, ERROR: OTHERS}  # kind of a file -> the results that it contains
 _RESULTS = re.compile(r"file-([0-9a-f]{32})-(output|error)")

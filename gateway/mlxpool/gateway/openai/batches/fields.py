@@ -16,7 +16,8 @@ ENDPOINTS = (CHATS, COMPLETIONS, RESPONSES, *CALLS)
 MAX_FILE = 200 * 1024 * 1024  # most bytes of an upload
 MAX_FILES = 10_000  # most files in a page of a list
 MAX_LINES = 50_000  # most lines of a batch
-MAX_LINE = 8 * 2**20  # most bytes of a line of a client; the pool takes half of it, without escapes
+# Most bytes of a client's line. A line of the pool has at most half, because it has no escapes.
+MAX_LINE = 8 * 2**20
 MAX_KEEP = 30 * 24 * 3600  # most seconds until a file or a result expires
 MIN_KEEP = 3600
 WINDOW = r"^[1-9][0-9]{0,2}[hd]$"

@@ -145,7 +145,7 @@ class KeptFiles:
             if mark:
                 yield b"".join((*held, ended)).split(b"\n")
                 held, size = [], 0
-            if size <= MAX_LINE:  # further bytes are not needed to refuse the line
+            if size <= MAX_LINE:  # a longer line is refused without its further bytes
                 held.append(rest)
                 size += len(rest)
         if size:
@@ -335,7 +335,7 @@ class KeptBatches:
                 line = await lines.line(int(outcome["line"]))
                 outcome, long_answer = await self._whole(dict(outcome))
                 parts = outcome, line, request.endpoint, long_answer
-                if request.endpoint in CALLS:  # an answer may be 256 vectors
+                if request.endpoint in CALLS:  # long: an answer may have 256 vectors
                     answered, data = await asyncio.to_thread(result_line, *parts)
                 else:
                     answered, data = result_line(*parts)

@@ -29,7 +29,7 @@ from mlxpool.gateway.openai.batches.upload import Upload
 
 JSONL = "application/jsonl"
 MAX_LISTED, DEFAULT_LISTED = 100, 20
-NOT_A_LINE = b'{"prompt": 0}\n'  # the line of a batch that failed before its first line
+NOT_A_LINE = b'{"prompt": 0}\n'  # invalid line, so that a batch fails before any line runs
 EMPTY = LineFault(1, "empty_file", "the file has no line")
 
 

@@ -15,7 +15,7 @@ from mlxpool.gateway.field_checks import ELSEWHERE, NO_ROOM, log_left_out
 from mlxpool.gateway.generation.images import DETAILS, from_data_url
 from mlxpool.gateway.openai.responses_api.fields import MESSAGE_ROLES, TEXT_PARTS
 
-NAMESPACE = "namespace"  # the type of a group, and the member of its calls
+NAMESPACE = "namespace"  # the type of a group of tools; in a call, the member with the group's name
 _BETWEEN = "__"
 KNOWN = "must be a map with a type, such as message or function_call"
 READ = (*TEXT_PARTS, "refusal", "input_image")

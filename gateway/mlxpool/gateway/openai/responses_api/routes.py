@@ -90,7 +90,7 @@ class KeptResponseRoutes:
         client, resumption = self._pool.job_client, response.resumption
         id = _hex_of(idempotency) if idempotency else drawn_key()
         if resumption is not None and resumption.after is not None:
-            await client.job(response_id(id))  # UnknownJob: no response to continue
+            await client.job(response_id(id))  # raises UnknownJob without a response
         formats = (choice.chat.tools, choice.chat.thinking)
         note = ResponseNote(
             int(time.time()), request.echoed, request.summary, formats, choice.tools,

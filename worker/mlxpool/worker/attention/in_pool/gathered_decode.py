@@ -129,7 +129,7 @@ class GatheredDecode:
         self, ids: mx.array, numbers: mx.array, arrays: list[Arrays]
     ) -> tuple[list[mx.array], list[Arrays]]:
         pool = _PoolView(self._pool, arrays)
-        slots = mx.contiguous(numbers[:, 1])  # a kernel reads tables without strides
+        slots = mx.contiguous(numbers[:, 1])  # a kernel ignores the strides of `slots`
         batch = GatheredBatch(pool, numbers[:, 0], slots, numbers[:, 2:])
         if self._keeps_states or self._keeps_drawn:
             states = self._model.hidden_states(ids, batch)

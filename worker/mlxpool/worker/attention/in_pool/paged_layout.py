@@ -77,7 +77,7 @@ class PagedLayout(Layout):
         self.shares_arrays = not in_place
         self.blocks = blocks
         self._upload = uploads or upload_copy
-        makes_tables()  # tried here, because a trial is impossible while a pass is traced
+        makes_tables()  # tries the kernel now, because no trial is possible while a pass is traced
         self.ragged: RaggedRunner | None = None
         self._gathered: GatheredDecode | None = None
         attention = (
@@ -213,7 +213,7 @@ class PagedLayout(Layout):
         places = [ends[n] - 1 for n in decoding]
         first = self._gathered(rows, ids[mx.array(places, dtype=mx.int32)])
         others = [n for n in range(len(spans)) if n not in set(decoding)]
-        if not kernel_cache.is_collecting():  # in a group, the sums of the first pass come first
+        if not kernel_cache.is_collecting():  # in a group, the first pass has its sums first
             done = [
                 array for array in (first.logits, first.states, first.drawn) if array is not None
             ]
@@ -261,7 +261,7 @@ def _joined(
     if first.drawn is not None:
         parts = (first.drawn,) if second.drawn is None else (first.drawn, second.drawn)
         drawn = _reordered(spans, order, drawing, parts, lines=True)
-    done = mx.depends([logits], [second.logits])[0]  # its evaluation ends both passes
+    done = mx.depends([logits], [second.logits])[0]  # evaluating `done` completes both
     return PassOutput(done, second.hidden, states, drawn)
 
 

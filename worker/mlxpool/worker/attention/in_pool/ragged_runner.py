@@ -35,7 +35,7 @@ from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from mlxpool.worker.transfers.uploads import Uploads, upload_copy
 
-# The lines of compiled passes; a pass of 1,024 lines keeps a large GPU busy. From 256 lines on the
+# The numbers of lines of compiled passes; 1,024 lines keep a large GPU busy. From 256 lines on, the
 # time of a pass grows with its lines, so padding costs as much as tokens of prompts.
 PASS_LINES = (
     1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 576, 640,
@@ -45,12 +45,12 @@ PASS_LINES = (
 # the host hardly keeps up.
 LONG_PASS_LINES = (*PASS_LINES, 1280, 1536, 1792, 2048)
 NOT_WRITTEN = -1  # the slot of a padding line
-# Further lines of the block tables besides a pass's rows: released rows keep their lines for a
+# Lines of the block tables beyond one for each row of a pass: a released row keeps its line for a
 # while.
 SPARE_TABLES = 2
 
-# A function of a pass's numbers and the tokens in flight: the pass's results, and the last array of
-# each part of the pass.
+# Computes a pass from its numbers and the tokens in flight. Returns the pass's results, and the
+# last array of each part of the pass.
 OnePass: TypeAlias = Callable[[mx.array, mx.array], tuple[list[mx.array], list[mx.array]]]
 
 
@@ -140,7 +140,7 @@ class RaggedRunner:
         layers = range(len(pool.arrays))
         windows = [pool.shape.window(layer) for layer in layers]
         self._one_kernel = None
-        if not keeps_states:  # the one kernel gives only the states of lines that get logits
+        if not keeps_states:  # the single kernel returns states only for lines with logits
             self._one_kernel = choice.decode_pass_of(
                 model, pool.shape.dtype, pool.arrays, windows, self._tables.array, frequencies_of
             )
@@ -148,7 +148,7 @@ class RaggedRunner:
         evaluate_in_own_memory([self._none, self._memory.arrived, self._memory.partial])
         self.passes: dict[PlanShape, OnePass] = {}  # the compiled passes
         self.kinds = ComputedKinds()
-        self._decoding: DecodingRows | None = None  # of the newest pass, if it decoded
+        self._decoding: DecodingRows | None = None  # None: the newest pass did not only decode
         self.drafts = 0  # the most drafts that the rows of a pass check together; 0: not known
         self.begins_parts = True  # passes may begin while they are built
 

@@ -27,8 +27,8 @@ class SlabAccess(Struct, frozen=True):
     blocks: list[int]
     owner: list[int]  # [B] the row of each block, or NOBODY
     fill: list[int]  # [B] the number of tokens that the row's first query sees; <= 0: none
-    lines: list[int]  # [W] the numbers of the new tokens among the new tokens of all rows
-    places: list[int]  # [W] the new tokens' token numbers in the slab
+    lines: list[int]  # [W] the indices of the written tokens among the new tokens of all rows
+    places: list[int]  # [W] the written tokens' token numbers in the slab
 
 
 class SlabTokens(Struct, frozen=True):

@@ -160,8 +160,8 @@ class SlabReader:
         lines = self._lines
         slab_arrays = zip(constants, arrays, strict=True)
         self._parts = [_part(some, each, lines) for some, each in slab_arrays]
-        self._padded: mx.array | None = None  # [R * L]: the new token in each padded place
-        self._kept: mx.array | None = None  # [T]: the padded place of each new token
+        self._padded: mx.array | None = None  # [R * L]: the new token's index, by padded position
+        self._kept: mx.array | None = None  # [T]: the padded position of each new token
         if len(set(counts)) > 1:
             starts = [0, *accumulate(counts)]
             padded = [
@@ -210,7 +210,7 @@ class SlabReader:
         group = heads // pairs
         newest = q if before is None else before
         q = (q if self._padded is None else q[self._padded]) * scores.scale
-        if lines == 1:  # a view; several lines of a head are copied
+        if lines == 1:  # a view; with several lines, the queries are copied
             q = q.reshape(rows, pairs, group, size).swapaxes(0, 1)
         else:
             q = q.reshape(rows, lines, pairs, group, size).transpose(2, 0, 1, 3, 4)

@@ -36,8 +36,8 @@ class HeadDrafts(ABC):
     """
 
     def __init__(self) -> None:
-        self._failures = 0  # of passes, consecutively
-        self.notice = CompileNotice()  # of compiled passes
+        self._failures = 0  # consecutive failures of passes
+        self.notice = CompileNotice()  # notices the compilation of passes
 
     @property
     def failed(self) -> bool:
@@ -130,7 +130,8 @@ class StateDrafts(HeadDrafts):
         self._head = head
         self._host_head = HostHead.of(head)
         self._states: dict[Sequence, _States] = {}
-        self._newest: tuple[Many[Span], mx.array] | None = None  # not in `_states` yet
+        # The newest pass's spans and states, if they are not in `_states` yet.
+        self._newest: tuple[Many[Span], mx.array] | None = None
         self._depth = 0  # the least depth of all passes
         self.chain = CompiledPasses(self._drafted, self.notice, max_passes=MAX_COMPILED)
 
@@ -220,7 +221,8 @@ class StateDrafts(HeadDrafts):
     def _gathered(self, rows: Many[Sequence]) -> mx.array:
         """Returns the newest known states [R, d] of rows."""
         places: dict[int, tuple[mx.array, list[int]]] = {}
-        order: list[tuple[int, int]] = []  # each row's array, and its number among the array's rows
+        # For each row: the id of its array, and its index among the rows of this array.
+        order: list[tuple[int, int]] = []
         for seq in rows:
             known = self._states[seq]
             _, lines = places.setdefault(id(known.array), (known.array, []))

@@ -28,7 +28,7 @@ from mlxpool.worker.kernels import device
 from mlxpool.worker.kernels.cpu_exp import on_linux_cpu
 from mlxpool.worker.weights.load import LoadedModel
 
-CLEAR_INTERVAL = 64  # passes after which MLX's freed buffers are released: their sizes differ
+CLEAR_INTERVAL = 64  # passes between releases of MLX's freed buffers, whose sizes differ
 MIN_SHARE = 64  # the least tokens of a share: smaller products are slow
 WARM_UP_LENGTHS = (4, 32, 128)  # tokens of a text in the warm-up; a pass has as many texts as fit
 ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
@@ -114,7 +114,7 @@ class EncoderEngine:
         else:
             pool = self._pool()
             rows = [pool.submit(self._rows, texts[share]) for share in shares]
-            wait(rows)  # also if a share fails: no thread still computes when an error is raised
+            wait(rows)  # also if a share fails: no thread may compute after an error is raised
             answers = np.concatenate([row.result() for row in rows])
         self._seen.add(size)
         self._passes += 1

@@ -35,7 +35,7 @@ MAX_WIDTH = 8  # tokens of the convolution
 WHOLE_HEAD_TOKENS = 4  # the most tokens of spans for thread blocks with a whole head
 COLUMNS = 32  # columns of the state in any other thread block
 COLUMNS_PER_WARP = 8
-# Warps of a thread block that make the inputs of the next tokens: of a whole head, and otherwise.
+# Warps that make the inputs of the next tokens, in a thread block with a whole head and in others.
 WHOLE_PREPARERS, PREPARERS = 4, 6
 LONG_TILE, SHORT_TILE = 16, 8  # tokens whose inputs are made together: bounded by shared memory
 LONG_TILE_KEYS = 128  # the most numbers of a key with tiles of LONG_TILE
@@ -114,7 +114,7 @@ def delta_net(
     small = max(shape.key_dim, shape.value_dim) <= MAX_WHOLE_SIZE
     whole = small and states.longest <= WHOLE_HEAD_TOKENS
     columns, threads = block_of(shape, whole=whole)
-    sources = states.sources or (weights.bias,)  # an array that no span reads
+    sources = states.sources or (weights.bias,)  # any array, as no span reads it
     sources += sources[:1] * (MAX_SOURCES - len(sources))
     out, after = _delta_kernel(shape, whole, dtype)(
         inputs=[lines, states.plan, *weights, *sources],

@@ -37,7 +37,7 @@ class StateSlice(Struct, eq=False):
 
     def arrays(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[mx.array, ...]:
         """Returns views of the arrays of the state, with these shapes."""
-        line = self.whole[self.index : self.index + 1]  # indexing alone would copy
+        line = self.whole[self.index : self.index + 1]  # a slice, as an index would copy
         ends = [*accumulate(map(math.prod, shapes))]
         starts = [0, *ends[:-1]]
         return tuple(

@@ -68,7 +68,7 @@ class TiledEncoder(Struct, frozen=True):
     taken: tuple[int, ...]
     eps: float
     activation: LayerFunction
-    out: int  # numbers of a state of the text part
+    out: int  # size of a hidden state of the text part
 
     @classmethod
     def from_config(cls, config: Any, out: int) -> TiledEncoder:
@@ -232,7 +232,7 @@ class BuiltTiledEncoder:
         ratio = tile_arrangements(spec.tiles).index(tiles) + 1
         count = tiles[0] * tiles[1]
         x = self._embedded(pixels, tiles, ratio)
-        # Padding follows the tokens of the image, so attention gets only the number of image
+        # Padding follows the tokens of the image, so attention excludes it by the number of image
         # tokens.
         x = mx.concatenate([part.reshape(-1, spec.hidden) for part in self._divided(x, count)])
         taken = {}

@@ -89,7 +89,7 @@ class QwenTower(Struct, frozen=True):
     patch: int  # side of a patch, in pixels
     merge: int  # merge * merge patches become one input
     side: int
-    out: int  # size of an input
+    out: int  # size of an input of the text part
     deep: tuple[int, ...]
     theta: float
     activation: LayerFunction

@@ -11,7 +11,8 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest
 
-# The first of these markers that occurs in a template decides; later markers may occur, too.
+# The first of these markers that occurs in a template decides the format; later markers may occur,
+# too.
 TOOL_MARKERS = (
     ("<|channel|>", "harmony"),
     ("<arg_key>", "glm"),

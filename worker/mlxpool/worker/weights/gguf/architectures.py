@@ -29,7 +29,7 @@ _WHOLE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-NO_BLOCKS = "whole"  # the only part of a tensor that is not in blocks
+NO_BLOCKS = "whole"  # name of the only part of a tensor that is not in blocks
 ROPE_FREQS = "rope_freqs.weight"  # factors of llama 3's wavelengths
 _ATTENTION = {
     "attn_norm": "input_layernorm",
@@ -88,7 +88,8 @@ class Architecture(Struct, frozen=True):
     names: Mapping[str, str]
     scales: str = "F16"
     norms_plus_one: bool = False
-    rotated: Mapping[str, str] = field(default_factory=dict)  # module -> key of its heads
+    # Name of a module with rotated rows -> key of config.json with the module's number of heads.
+    rotated: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
     def name_of(self, stored: str) -> str | None:
@@ -251,7 +252,7 @@ def _qwen3_moe(fields: Fields, tensors: Tensors) -> Config:
 def _gemma3(fields: Fields, tensors: Tensors) -> Config:
     config = _with_feed(fields, _with_heads(fields, _common(fields, tensors, "gemma3_text")))
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    # The 27B model (62 layers) scales scores by the width of all heads, but no key has this.
+    # The 27B model (62 layers) scales scores by hidden_size / heads, but no key has this number.
     scaled = config["hidden_size"] // heads if layers == _LAYERS_OF_27B else config["head_dim"]
     softcap = fields.find("final_logit_softcapping")
     return {
@@ -310,7 +311,8 @@ def _gpt_oss(fields: Fields, tensors: Tensors) -> Config:
     }
 
 
-# general.architecture -> its rules. Numbers of Gemma and gpt-oss leave the range of float16.
+# general.architecture -> its rules. Scales of Gemma and gpt-oss are BF16, because numbers of these
+# models leave the range of float16.
 ARCHITECTURES = {
     "llama": Architecture(
         _llama,

@@ -27,7 +27,7 @@ class BlockType(Struct, frozen=True):
     nbytes: int
     dtype: str = ""
     layout: QuantLayout | None = None
-    rounded: bool = False  # rounded once more, because its groups do not fit the layout
+    rounded: bool = False  # numbers are rounded once more, because the groups do not fit `layout`
 
 
 def _affine(name: str, numbers: int, nbytes: int, bits: int, rounded: bool = False) -> BlockType:

@@ -141,7 +141,7 @@ def _q5_1(blocks: Bytes) -> Groups:
 
 def _q8_0(blocks: Bytes) -> Groups:
     scale = _half(blocks, 0)
-    return Groups(blocks[:, 2:] ^ np.uint8(0x80), scale, -128 * scale)  # q + 128
+    return Groups(blocks[:, 2:] ^ np.uint8(0x80), scale, -128 * scale)  # q + 128, unsigned
 
 
 def _q4_k(blocks: Bytes) -> Groups:

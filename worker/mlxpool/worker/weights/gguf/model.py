@@ -53,7 +53,7 @@ def find_gguf(path: Path) -> tuple[Path, ...]:
     """
     if path.is_file():
         return split_files(path) if is_gguf(path) else ()
-    if any(path.glob("model*.safetensors*")):  # or their index
+    if any(path.glob("model*.safetensors*")):  # weights or their index
         return ()
     named = [file for file in sorted(path.glob(f"[!.]*{GGUF_SUFFIX}")) if file.is_file()]
     files = [file for file in named if not file.name.startswith(PROJECTOR)]

@@ -53,7 +53,7 @@ class GgufReads:
         if whole is None or whole.shape != shape:
             return None
         part = cut.of(whole)
-        mx.eval(part)  # frees the rest
+        mx.eval(part)  # so that `whole` can be freed
         return part
 
     def _read(self, tensor: StoredTensor) -> dict[str, mx.array]:
