@@ -40,7 +40,7 @@ def empty() -> Iterator[Path]:
         yield Path(folder)
 
 
-class Asked:
+class FakeAdmin:
     """Replaces the admin socket: records the requests, and gives the same answer to each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
@@ -162,21 +162,21 @@ def test_wrong_settings_of_serve(
 def test_the_run_directory_before_and_after_the_command(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Asked(monkeypatch, {"state": "stopping"})
+    admin = FakeAdmin(monkeypatch, {"state": "stopping"})
     assert main(arguments) == OK
-    assert asked.calls == [(Path("/a"), "stop", {}, None)]
+    assert admin.calls == [(Path("/a"), "stop", {}, None)]
 
 
 def test_the_later_of_two_run_directories_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Asked(monkeypatch, {})
+    admin = FakeAdmin(monkeypatch, {})
     main(["--run-dir", "/a", "stop", "--run-dir", "/b"])
-    assert asked.calls[0][0] == Path("/b")
+    assert admin.calls[0][0] == Path("/b")
 
 
 def test_flag_then_environment_then_default(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked = Asked(monkeypatch, {})
+    admin = FakeAdmin(monkeypatch, {})
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     main(["stop"])
     monkeypatch.setenv("MLXPOOL_RUN_DIR", "")
@@ -185,14 +185,14 @@ def test_flag_then_environment_then_default(
     main(["stop"])
     main(["stop", "--run-dir", "/flag"])
     default = tmp_path / "mlxpool"
-    assert [call[0] for call in asked.calls] == [default, default, Path("/env"), Path("/flag")]
+    assert [call[0] for call in admin.calls] == [default, default, Path("/env"), Path("/flag")]
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_json_before_and_after_the_command(
     place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Asked(monkeypatch, {"state": "stopping"})
+    FakeAdmin(monkeypatch, {"state": "stopping"})
     assert main(["--json", "stop"] if place == "before" else ["stop", "--json"]) == OK
     assert json.loads(capsys.readouterr().out) == {"state": "stopping"}
 
@@ -262,7 +262,7 @@ def test_exit_codes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Asked(monkeypatch, error)
+    FakeAdmin(monkeypatch, error)
     assert main(["ps", "--run-dir", "/a"]) == code
     assert ("x" in capsys.readouterr().err) is (code != 130)
 
@@ -271,9 +271,9 @@ def test_exit_codes(
 def test_exit_codes_of_cancel(
     state: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = Asked(monkeypatch, {"state": state, "pos": 3})
+    admin = FakeAdmin(monkeypatch, {"state": state, "pos": 3})
     assert main(["cancel", "0a" * 16, "--run-dir", "/a"]) == code
-    assert asked.calls[0][3] == bytes([10]) * 16
+    assert admin.calls[0][3] == bytes([10]) * 16
     assert state in capsys.readouterr().out
 
 
@@ -307,7 +307,7 @@ def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         {**base, **about, "features": ["batching", "tree"], "shares": "other", "error": None},
         {**base, "name": "bad", "state": "failed", "error": "no config.json"},
     ]
-    Asked(monkeypatch, {"models": rows})
+    FakeAdmin(monkeypatch, {"models": rows})
     assert main(["models", "--run-dir", "/a"]) == OK
     head, good, bad, *notes = capsys.readouterr().out.splitlines()
     assert head.split() == ["NAME", "STATE", "TYPE", "SIZE", "QUANTISATION", "CONTEXT", "QUEUED"]
@@ -336,7 +336,7 @@ def test_the_kv_cache_of_a_model_in_the_words_of_the_field(
     shown: str,
 ) -> None:
     row = {"name": "demo", "state": "cold", "context": 0, "queued": 0, "layout": layout}
-    Asked(monkeypatch, {"models": [{**row, "features": ["batching", "tree"]}]})
+    FakeAdmin(monkeypatch, {"models": [{**row, "features": ["batching", "tree"]}]})
     assert main(["models", "--wide", "--run-dir", "/a"]) == OK
     head, line = (re.split(" {2,}", text) for text in capsys.readouterr().out.splitlines())
     assert head[7:] == ["KV CACHE", "DIGEST", "SUPPORTS"]
@@ -384,9 +384,9 @@ def test_check_says_why_a_model_cannot_run() -> None:
 def test_drain_tells_a_slot_from_a_model(
     monkeypatch: pytest.MonkeyPatch, target: str, key: str
 ) -> None:
-    asked = Asked(monkeypatch, {"draining": target, "timeout_ms": 1})
+    admin = FakeAdmin(monkeypatch, {"draining": target, "timeout_ms": 1})
     assert main(["drain", target, "--run-dir", "/a"]) == OK
-    assert asked.calls == [(Path("/a"), "drain", {key: target}, None)]
+    assert admin.calls == [(Path("/a"), "drain", {key: target}, None)]
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_drain_says_what_follows(
     target: list[str],
     told: str,
 ) -> None:
-    Asked(monkeypatch, {"draining": (target or ["pool"])[0], "timeout_ms": 30_000})
+    FakeAdmin(monkeypatch, {"draining": (target or ["pool"])[0], "timeout_ms": 30_000})
     assert main(["drain", *target, "--run-dir", "/a"]) == OK
     assert capsys.readouterr().out == told + "\n"
 
@@ -417,7 +417,7 @@ def test_ps_shows_a_drained_model(
         for name in ("m", "other")
     ]
     models = [{"name": "m", "state": "drained"}, {"name": "other", "state": "cold"}]
-    Asked(monkeypatch, {"broker": broker, "workers": slots, "models": models})
+    FakeAdmin(monkeypatch, {"broker": broker, "workers": slots, "models": models})
     assert main(["ps", "--run-dir", "/a"]) == OK
     *_, drained, cold, note = capsys.readouterr().out.splitlines()
     assert drained.split()[:3] == ["m/0", "-", "drained"]
@@ -437,7 +437,7 @@ def test_ps_of_a_slot_without_a_worker(
         "memory": {},
     }
     row = {**slot, "model": "m", "restarts": 2, "last_exit": "killed by SIGKILL", "epoch": None}
-    Asked(monkeypatch, {"broker": broker, "workers": [row], "models": []})
+    FakeAdmin(monkeypatch, {"broker": broker, "workers": [row], "models": []})
     assert main(["ps", "--run-dir", "/a"]) == OK
     first, _head, _slot, line = capsys.readouterr().out.splitlines()
     assert "broker 5 ready" in first

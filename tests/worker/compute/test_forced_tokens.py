@@ -77,7 +77,7 @@ def make_engine(
     )
 
 
-class Asked:
+class RequestBatch:
     """Runs requests in one batch. Each gets its index as its seed, so every run draws the same."""
 
     def __init__(self, loaded: LoadedModel, *, layout: str = "slabs", ahead: bool = False) -> None:
@@ -115,7 +115,7 @@ def single_tokens(loaded: LoadedModel) -> list[Answer]:
     """The answers to REQUESTS whose tokens are drawn one by one."""
     with pytest.MonkeyPatch.context() as patch:
         one_by_one(patch)
-        return Asked(loaded).run(REQUESTS)
+        return RequestBatch(loaded).run(REQUESTS)
 
 
 @pytest.mark.parametrize(("layout", "ahead"), WAYS)
@@ -135,9 +135,9 @@ def test_an_answer_is_that_of_single_tokens(
         return true(engine)
 
     monkeypatch.setattr(ModelEngine, "collect", collect)
-    answers = Asked(loaded, layout=layout, ahead=ahead).run(REQUESTS)
+    answers = RequestBatch(loaded, layout=layout, ahead=ahead).run(REQUESTS)
     together = len(passes)
-    alone = Asked(loaded, layout=layout, ahead=ahead)
+    alone = RequestBatch(loaded, layout=layout, ahead=ahead)
     alone.run([{**OPTIONS[1], "format": FORMAT, "max_tokens": 120}])
     few = len(passes) - together
     same(answers, single_tokens)
@@ -165,10 +165,10 @@ def test_any_schema_gives_the_answer_of_single_tokens(
         for number, schema in enumerate(schemas)
     ]
     layout, ahead = WAYS[first % len(WAYS)]
-    answers = Asked(loaded, layout=layout, ahead=ahead).run(requests)
+    answers = RequestBatch(loaded, layout=layout, ahead=ahead).run(requests)
     with pytest.MonkeyPatch.context() as patch:
         one_by_one(patch)
-        same(answers, Asked(loaded, layout=layout, ahead=ahead).run(requests))
+        same(answers, RequestBatch(loaded, layout=layout, ahead=ahead).run(requests))
 
 
 @settings(max_examples=30)
@@ -204,7 +204,7 @@ def test_the_end_may_come_inside_forced_tokens(
     words = ["of_the", 'customer_who_asked": ', "asked", "{", "_items", 't"}']
     stops = [{"max_tokens": 120, "stop": [word]} for word in words]
     requests += [{**OPTIONS[1], "format": FORMAT, **stop} for stop in stops]
-    answers = Asked(loaded).run(requests)
+    answers = RequestBatch(loaded).run(requests)
     cut = len(CUTS)
     assert [len(answer.ids) for answer in answers[:cut]] == [*CUTS]
     assert {answer.end["reason"] for answer in answers[cut:]} == {"stop"}
@@ -213,16 +213,16 @@ def test_the_end_may_come_inside_forced_tokens(
     ]
     with monkeypatch.context() as patch:
         one_by_one(patch)
-        same(answers, Asked(loaded).run(requests))
+        same(answers, RequestBatch(loaded).run(requests))
 
 
 @pytest.mark.parametrize(("layout", "ahead"), [WAYS[0], WAYS[3]])
 def test_an_answer_goes_on_at_any_id(loaded: LoadedModel, layout: str, ahead: bool) -> None:
     request = {**OPTIONS[1], "format": FORMAT, "seed": 3, "max_tokens": 120}
-    (whole,) = Asked(loaded).run([request])
-    asked = Asked(loaded, layout=layout, ahead=ahead)
+    (whole,) = RequestBatch(loaded).run([request])
+    whole_batch = RequestBatch(loaded, layout=layout, ahead=ahead)
     cuts = range(0, len(whole.ids), 2)
-    answers = asked.run([{**request, "had": whole.ids[:count]} for count in cuts])
+    answers = whole_batch.run([{**request, "had": whole.ids[:count]} for count in cuts])
     assert all(answer.ids == whole.ids and answer.end["complete"] for answer in answers)
 
 
@@ -232,7 +232,7 @@ def test_rows_leave_and_come_back_inside_forced_tokens(
 ) -> None:
     """One row is cancelled, one is preempted; the prefix cache keeps only tokens that were read."""
     request = {**OPTIONS[0], "format": FORMAT, "max_tokens": 120}
-    (whole,) = Asked(loaded).run([request])
+    (whole,) = RequestBatch(loaded).run([request])
     engine = make_engine(loaded, layout, ahead=ahead, prefix="tree")
     batch = Answers(engine)
     rows = [batch.admit(number, **request) for number in range(3)]
@@ -255,7 +255,7 @@ def test_a_full_context_shifts_beside_forced_tokens(
     request: dict[str, Any] = {"format": {"type": "regex", "pattern": pattern}}
 
     def run(*, ahead: bool) -> Answer:
-        batch = Asked(loaded, ahead=ahead).batch
+        batch = RequestBatch(loaded, ahead=ahead).batch
         row = batch.admit(7, max_tokens=600, shift=True, num_ctx=48, temperature=0.7, **request)
         row.shift = ContextShift(48, 4, ())
         return batch.run()[7]
@@ -271,16 +271,16 @@ def test_a_long_forced_text_is_found_once(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search for forced tokens takes longer for longer texts, so it must not be repeated."""
-    asked: list[int] = []
+    requested: list[int] = []
     true = Constraint._find_forced
     text = "lorem ipsum dolor sit amet " * 25
 
     def count(self: Constraint) -> bool:
-        asked.append(not self._forced)
+        requested.append(not self._forced)
         return true(self)
 
     monkeypatch.setattr(Constraint, "_find_forced", count)
     format = {"type": "choice", "choices": [text]}
-    (answer,) = Asked(loaded).run([{"format": format, "max_tokens": 450}])
+    (answer,) = RequestBatch(loaded).run([{"format": format, "max_tokens": 450}])
     assert answer.text == text and len(answer.ids) > 5 * MAX_RUN
-    assert sum(asked) <= 3
+    assert sum(requested) <= 3

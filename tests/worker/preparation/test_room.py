@@ -8,7 +8,7 @@ from mlxpool.worker.preparation.room import MIN_CHANGE, ROOM_SECONDS, Room, Work
 LIMIT = 1600  # so that a request for room asks for 100 more
 
 
-class Asked:
+class FakeWorker:
     """A worker with `prefix` bytes of prefixes and `cache` bytes of buffers; records requests."""
 
     def __init__(self, prefix: int = 0, cache: int = 0) -> None:
@@ -19,40 +19,40 @@ class Asked:
 
 
 def test_below_the_limit_nothing_is_asked() -> None:
-    asked = Asked(prefix=1000)
-    assert not Room(LIMIT, asked.memory).lacks(LIMIT, 0.0)
-    assert not Room(0, asked.memory).lacks(10**12, 0.0), "there is no limit"
-    assert not asked.room
+    worker = FakeWorker(prefix=1000)
+    assert not Room(LIMIT, worker.memory).lacks(LIMIT, 0.0)
+    assert not Room(0, worker.memory).lacks(10**12, 0.0), "there is no limit"
+    assert not worker.room
 
 
 def test_prefixes_and_freed_buffers_make_room_before_a_job_is_ended() -> None:
-    asked = Asked(prefix=300, cache=100)
-    room = Room(LIMIT, asked.memory)
+    worker = FakeWorker(prefix=300, cache=100)
+    room = Room(LIMIT, worker.memory)
     assert not room.lacks(LIMIT + 400, 0.0)
-    assert asked.room == [500]
+    assert worker.room == [500]
     assert not room.lacks(LIMIT + 350, 0.1), "it has time for it"
-    assert asked.room == [500], "and is asked once"
+    assert worker.room == [500], "and is requested once"
     assert not room.lacks(LIMIT, 0.2)
     assert not room.lacks(LIMIT + 10, 9.0), "later the time begins anew"
-    assert asked.room == [500, 110]
+    assert worker.room == [500, 110]
 
 
 def test_a_lane_that_grows_on_asks_for_more() -> None:
-    asked = Asked(prefix=1000)
-    room = Room(LIMIT, asked.memory)
+    worker = FakeWorker(prefix=1000)
+    room = Room(LIMIT, worker.memory)
     assert not room.lacks(LIMIT + 10, 0.0) and not room.lacks(LIMIT + 30, 0.1)
-    assert asked.room == [110, 120]
+    assert worker.room == [110, 120]
 
 
 def test_without_enough_that_can_be_given_up_room_lacks_at_once() -> None:
-    asked = Asked(prefix=50, cache=49)
-    assert Room(LIMIT, asked.memory).lacks(LIMIT + 100, 0.0)
-    assert not asked.room
+    worker = FakeWorker(prefix=50, cache=49)
+    assert Room(LIMIT, worker.memory).lacks(LIMIT + 100, 0.0)
+    assert not worker.room
 
 
 def test_room_that_is_not_made_in_time_lacks() -> None:
-    asked = Asked(prefix=1000)
-    room = Room(LIMIT, asked.memory)
+    worker = FakeWorker(prefix=1000)
+    room = Room(LIMIT, worker.memory)
     assert not room.lacks(LIMIT + 1, 5.0)
     assert not room.lacks(LIMIT + 1, 5.0 + ROOM_SECONDS - 0.01)
     assert room.lacks(LIMIT + 1, 5.0 + ROOM_SECONDS)
@@ -60,11 +60,11 @@ def test_room_that_is_not_made_in_time_lacks() -> None:
 
 
 def test_the_memory_at_rest_is_reserved_when_it_changes() -> None:
-    asked = Asked()
-    room = Room(LIMIT, asked.memory)
+    worker = FakeWorker()
+    room = Room(LIMIT, worker.memory)
     for memory in (10 * MIN_CHANGE, 10 * MIN_CHANGE + 1, 11 * MIN_CHANGE, 0):
         room.rest(memory)
-    assert asked.reserved == [10 * MIN_CHANGE, 11 * MIN_CHANGE, 0]
+    assert worker.reserved == [10 * MIN_CHANGE, 11 * MIN_CHANGE, 0]
 
 
 def test_the_error_names_what_takes_the_memory() -> None:
