@@ -105,7 +105,8 @@ def line_of(run: str, name: str, group: str = "") -> Measurement:
     if len(matching) != 1:
         known = "; ".join(f"{line.group}; {line.name}" for line in lines)
         raise ValueError(
-            f"{run} has {len(matching)} lines {group!r}; {name!r}, must be 1, of: {known}"
+            f"{run} has {len(matching)} lines with the name {name!r} (group {group!r}), exactly 1"
+            f" is required; known: {known}"
         )
     return matching[0]
 

@@ -80,7 +80,7 @@ def test_help_names_what_can_be_measured() -> None:
         (["engine", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["prefix", "--rounds", "-3"], "--rounds -3 must be at least 1"),
         (["prefix", "--shape", "tiny", "--tokens", "5000"], "give --tokens 3836 or less"),
-        (["checkpoint", "--shape", "tiny", "/tmp"], "/tmp is there already"),
+        (["checkpoint", "--shape", "tiny", "/tmp"], "/tmp already exists"),
         (["engine", "--shape", "tiny", "--beside", "/tmp"], "/tmp is not a checkout of mlxpool"),
         (
             ["engine", "--llama-cpp", "/no/python"],
@@ -89,7 +89,7 @@ def test_help_names_what_can_be_measured() -> None:
         (["groups", "--setup", "1:2"], "--setup 1:2 must be WORKERSxDEVICES, such as 2x1"),
         (["routing", "--load", "cats"], "there is no load 'cats'; there are chats, tenants"),
         (["formats", "--rows", "1"], "--rows 1 must be at least 2"),
-        (["speculation", "--loads", "x"], "--loads x must be of edits, completions, sampled"),
+        (["speculation", "--loads", "x"], "--loads x: unknown, must be one of edits, comp"),
         (["report", "/nowhere.json"], "/nowhere.json: No such file"),
     ],
 )

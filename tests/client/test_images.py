@@ -90,5 +90,5 @@ def test_images_beside_the_content_of_a_message_are_refused() -> None:
 
 
 def test_token_ids_have_no_images() -> None:
-    with pytest.raises(PoolError, match="images go with prompt or messages, got tokens"):
+    with pytest.raises(PoolError, match="images require prompt or messages, got tokens"):
         made([b"a"], tokens=[1])

@@ -166,7 +166,7 @@ def test_a_second_attempt_resumes_at_the_clients_position(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("resume", "ids", "words"),
     [
-        ({"count": 2}, [1, 2], "ids that are not those of the stream"),
+        ({"count": 2}, [1, 2], "ids of resume differ from the stream's first ids"),
         ({"count": 5000}, list(range(5000)), "resume has 5000 ids, max_tokens is 2000"),
         ({"count": 2}, [1], "resume.count is 2, its blob has 1 ids"),
         ({"count": 1, "facts": {"max_tokens": "many"}}, [1], "resume.facts.max_tokens"),

@@ -242,7 +242,7 @@ def test_long_reports_come_in_messages_that_fit(client: Client) -> None:
 
 
 def test_reports_that_cannot_be_had_are_refused(client: Client) -> None:
-    with pytest.raises(BadRequest, match="294921 to report, at most 262144"):
+    with pytest.raises(BadRequest, match="294921 entries, at most 262144"):
         client.generate("counting", "x" * 32769, prompt_logprobs=8)
 
 

@@ -84,7 +84,7 @@ def test_keys(http: httpx.Client) -> None:
         refused(response, 401, "invalid_api_key")
         assert response.headers["www-authenticate"] == "Bearer"
     assert (
-        http.get("/api/tags", headers={"authorization": ""}).json()["error"].startswith("a known")
+        http.get("/api/tags", headers={"authorization": ""}).json()["error"].startswith("a valid")
     )
     assert http.get("/health", headers={"authorization": ""}).json() == {"status": "ok"}
 
@@ -333,7 +333,7 @@ def refused_command(*arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--host", "0.0.0.0"], "name the keys that may ask with --keys FILE"),
+        (["--host", "0.0.0.0"], "give the file of accepted keys with --keys FILE"),
         (["--port", "70000"], "port is 70000, must be from 0 to 65535"),
         (["--keys", "/nowhere/keys"], "the keys in /nowhere/keys cannot be read"),
     ],

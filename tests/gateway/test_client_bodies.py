@@ -270,7 +270,7 @@ REFUSED: list[tuple[str, Body, str, str]] = [
     (MESSAGES, {"tools": [{"name": "f", "parameters": SCHEMA}]}, "tools[0].parameters",
      "use `input_schema`"),
     (OLLAMA, {"think": "most"}, "think", "must be true, false or one of"),
-    (JOBS, {"kind": "generate", "inputs": ["a"]}, "inputs", "'inputs' is of calls"),
+    (JOBS, {"kind": "generate", "inputs": ["a"]}, "inputs", "'inputs' is only for calls"),
     ("/v1/decisions", {"prompt": " "}, "prompt", "no text but white space"),
     (GENERATE, {"context": [1], "images": ["aGk="]}, "context", "cannot be combined with images"),
     (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),

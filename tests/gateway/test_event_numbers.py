@@ -48,7 +48,7 @@ def test_what_comes_behind_a_number_is_the_rest_however_it_is_written(
 
 def test_a_number_of_another_generation_is_refused() -> None:
     for gen, after in ((1, 5), (0, GENERATION), (1, 2 * GENERATION)):
-        with pytest.raises(HttpError, match="begun anew") as caught:
+        with pytest.raises(HttpError, match="started again because") as caught:
             EventNumbers(gen, after)
         assert caught.value.status == 409
 

@@ -126,7 +126,7 @@ def test_each_prompt_is_asked_for_with_all_its_choices() -> None:
         ({"prompt": ["a", "b", "c"], "best_of": 22}, "n", "3 prompts with 22 choices"),
         ({"max_tokens": 0}, "max_tokens", "at least 1|from 1"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "without 'stream'"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "combined with 'stream'"),
     ],
 )
 def test_choices_that_cannot_be_had_are_refused(

@@ -53,7 +53,7 @@ def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> An
         if value:
             return value
         time.sleep(0.01)
-    raise AssertionError(f"never happened: {what}")
+    raise AssertionError(f"not reached in time: {what}")
 
 
 def gone(process: psutil.Process) -> bool:

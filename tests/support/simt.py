@@ -140,7 +140,9 @@ def kernel(
         mx.eval(inputs)
         for array, its_name in zip(inputs, input_names, strict=True):
             if f"{its_name}_strides" not in source and not _whole(array):
-                raise RuntimeError(f"{name}: {its_name} is not contiguous, and read as if it were")
+                raise RuntimeError(
+                    f"{name}: {its_name} is not contiguous, but the kernel reads it as contiguous"
+                )
         outs = [
             mx.full(shape, math.nan, dtype=dtype) if mx.issubdtype(dtype, mx.floating)
             else mx.full(shape, 7 if mx.issubdtype(dtype, mx.unsignedinteger) else -7, dtype=dtype)
@@ -417,7 +419,10 @@ def _is_together(text: KernelText) -> bool:
     if TOGETHER not in source:
         return False
     if "__shared__" in source.replace("extern __shared__", ""):
-        raise RuntimeError(f"{text.name}: blocks that run together have declared shared memory")
+        raise RuntimeError(
+            f"{text.name}: a kernel whose thread blocks wait for each other must not declare static"
+            " shared memory"
+        )
     return True
 
 

@@ -452,7 +452,7 @@ def checkpoint(options: argparse.Namespace) -> int:
     from mlxpool.bench.checkpoint import write
 
     if options.folder.exists():
-        raise ValueError(f"{options.folder} is there already; name a folder that is not")
+        raise ValueError(f"{options.folder} already exists; name a folder that does not exist")
     private_temp.use()
     write(options.folder, options.shape, layers=options.layers, quantise=options.quantise)
     size = sum(file.stat().st_size for file in options.folder.iterdir())

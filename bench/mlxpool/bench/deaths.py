@@ -60,7 +60,9 @@ class Kind(Struct, frozen=True):
 def kinds(faults: Sequence[str], devices: int) -> list[Kind]:
     """Returns the kinds of faults in `--faults`. Raises ValueError for an unknown name."""
     if unknown := set(faults) - {*SIGNALS, BROKER}:
-        raise ValueError(f"--faults {min(unknown)} must be of {KILL}, {STOP}, {BROKER}")
+        raise ValueError(
+            f"--faults {min(unknown)}: unknown, must be one of {KILL}, {STOP}, {BROKER}"
+        )
     signals = [number for name, number in SIGNALS.items() if name in faults]
     combinations = itertools.product(signals, (PREFILL, DECODE), reversed(range(devices)))
     broker = [Kind(signal.SIGKILL, DECODE, -1)] if BROKER in faults else []

@@ -200,7 +200,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measure
     Raises ValueError if a load is unknown, or if the model cannot make the requested drafts.
     """
     if unknown := set(options.loads) - set(LOADS):
-        raise ValueError(f"--loads {min(unknown)} must be of {', '.join(LOADS)}")
+        raise ValueError(f"--loads {min(unknown)}: unknown, must be one of {', '.join(LOADS)}")
     clock = time.process_time if options.processor else time.perf_counter
     with models.folder(options, progress) as folder:
         progress("loading the model")

@@ -79,7 +79,7 @@ class Inspector(Closing):
                 on_early(report["early"])
         except (OSError, EOFError, ValueError):
             raise InspectionError(
-                "the process that looked at its files ended while it did"
+                "the process that inspects models ended while it inspected this model's files"
             ) from None
 
     def _line(self, end: float) -> bytes:

@@ -157,7 +157,7 @@ def _prompt(
     files = read_images(images)
     if tokens is not None:
         if files:
-            raise BadRequest("images go with prompt or messages, got tokens")
+            raise BadRequest("images require prompt or messages, got tokens")
         ids = pack_ids(tokens)
         if not ids:
             raise BadRequest("tokens has no id; a prompt is 1 or more")

@@ -45,14 +45,14 @@ def chosen_gpus(visible: Sequence[str], gpu_ids: Sequence[str]) -> tuple[str, ..
     missing = [gpu for gpu in gpu_ids if gpu not in visible]
     if missing and not visible:
         raise GpusUnavailable(
-            f"gpu_ids is {_shown(gpu_ids)}, but there is no GPU that it may use: leave gpu_ids out,"
-            f" or look why there is none (`nvidia-smi -L`, {VISIBLE})"
+            f"gpu_ids is {_shown(gpu_ids)}, but there is no GPU that this process may use: leave"
+            f" gpu_ids out, or look why there is none (`nvidia-smi -L`, {VISIBLE})"
         )
     if missing:
         raise GpusUnavailable(
-            f"gpu_ids has {_shown(missing)}, but the GPUs that it may use are {_shown(visible)}:"
-            f" name some of these, as {VISIBLE} does, or start the pool with more of them in"
-            f" {VISIBLE}"
+            f"gpu_ids has {_shown(missing)}, but the GPUs that this process may use are"
+            f" {_shown(visible)}: name some of these, as {VISIBLE} does, or start the pool with"
+            f" more of them in {VISIBLE}"
         )
     return tuple(gpu_ids) or tuple(visible)
 
@@ -64,8 +64,8 @@ def check_enough(gpus: Sequence[str], devices: int) -> None:
     """
     if 0 < len(gpus) < devices:
         raise GpusUnavailable(
-            f"devices is {devices}, and each of them is a GPU of its own, but there are {len(gpus)}"
-            f" that it may use ({_shown(gpus)}): set devices to at most {len(gpus)}, or name more"
+            f"devices is {devices}, and each needs its own GPU, but there are {len(gpus)} that this"
+            f" process may use ({_shown(gpus)}): set devices to at most {len(gpus)}, or name more"
             f" GPUs in gpu_ids or {VISIBLE}"
         )
 

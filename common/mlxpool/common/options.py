@@ -238,8 +238,8 @@ class Options(Struct, frozen=True):
         options = cls(**{**aliased, **values})
         if options.format is not None and options.ignore_eos:
             raise BadRequest(
-                "option 'ignore_eos' cannot stand beside 'format': an answer ends where the format"
-                " is complete"
+                "option 'ignore_eos' cannot be combined with 'format': an answer ends where the"
+                " format is complete"
             )
         return options
 

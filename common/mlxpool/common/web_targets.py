@@ -58,15 +58,16 @@ class Target(Struct, frozen=True):
     def parse(cls, url: str) -> Target:
         """Returns the target of a URL. Raises ValueError naming the fault of the URL."""
         if len(url) > MAX_URL:
-            raise ValueError(f"it has {len(url)} characters, at most {MAX_URL}")
+            raise ValueError(f"the URL has {len(url)} characters, at most {MAX_URL}")
         match = _FORM.fullmatch(url)
         if match is None:
             raise ValueError(
-                "it must be http(s)://HOST[:PORT]/PATH in visible ASCII, without user or password"
+                "the URL must be http(s)://HOST[:PORT]/PATH in visible ASCII, without user or"
+                " password"
             )
         path = match["path"] or "/"
         if "#" in path or "\\" in path:
-            raise ValueError("it must have no fragment and no backslash")
+            raise ValueError("the URL must have no fragment and no backslash")
         port = int(match["port"] or PORTS[match["scheme"]])
         if not 1 <= port <= 65535:
             raise ValueError(f"the port must be 1 to 65535, got {port}")
@@ -101,7 +102,7 @@ def parse_origin(text: str) -> Origin:
     """
     target = Target.parse(text)
     if target.path != "/" or text.endswith("/"):
-        raise ValueError("it must be http(s)://HOST[:PORT] and nothing after it")
+        raise ValueError("the URL must be http(s)://HOST[:PORT] and nothing after it")
     return target.origin
 
 

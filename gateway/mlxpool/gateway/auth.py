@@ -197,7 +197,7 @@ class AccessControl:
             raise HttpError(400, message, "bad_request", retry=False)
         owner = self._keys.owner(_authorization(request))
         if owner is None:
-            message = "a known key is wanted: Authorization: Bearer KEY, or x-api-key: KEY"
+            message = "a valid key is required: Authorization: Bearer KEY, or x-api-key: KEY"
             raise HttpError(401, message, "invalid_api_key", retry=False)
         with self._limit.request(owner.digest), self._revocable(owner):
             before = current_owner.set(owner.name or "" if self._names_owners else "")

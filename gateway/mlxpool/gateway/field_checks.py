@@ -34,7 +34,7 @@ ABOUT_REQUEST = re.compile(
 log = logging.getLogger("mlxpool.gateway")
 MAX_LOGGED = 200  # most things that the log names; clients may invent any number of things
 NO_ROOM = "[an attachment of the type {kind}, which this model cannot read]"
-ELSEWHERE = "this server does not run it, and the model is not told of it"
+ELSEWHERE = "this server does not run such tools and does not show them to the model"
 _logged: set[tuple[str, str]] = set()
 
 

@@ -130,8 +130,8 @@ class ModelList:
                 return model
         raise ModelUnavailable(
             f"the files of model {name!r:.80} have not been inspected for"
-            f" {self._inspection_wait:.0f} s, so it is not known how its chats are written; try"
-            " again later, and see `mlxpool check` if it stays so",
+            f" {self._inspection_wait:.0f} s, so its chat format is unknown; try again later, and"
+            " see `mlxpool check` if this continues",
             retry_after_ms=round(self._inspection_wait * 1000),
         )
 

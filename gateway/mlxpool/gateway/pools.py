@@ -254,8 +254,8 @@ class Pools:
         missing = _not_here(errors)
         if silent and (isinstance(missing, JobsOff) or not despite_silent):
             raise BrokerLost(
-                f"the pools that answer do not keep it, and {' '.join(silent)} does not answer:"
-                " try again"
+                f"the pools that answer do not have this job or file, and {' '.join(silent)} does"
+                " not answer: try again"
             )
         raise missing
 

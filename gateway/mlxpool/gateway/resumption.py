@@ -72,8 +72,8 @@ class EventNumbers:
             raise HttpError(
                 409,
                 f"Last-Event-ID is {after}, and the events of this answer are numbered from"
-                f" {self._number + 1} on: it was begun anew, for its model has changed; send the"
-                " request without Last-Event-ID",
+                f" {self._number + 1} on: it was started again because its model has"
+                " changed; send the request without Last-Event-ID",
                 "job_restarted",
                 retry=False,
             )

@@ -68,10 +68,11 @@ class Settings(Struct, frozen=True):
             raise ValueError(f"port is {self.port}, must be from 0 to 65535")
         if self.keys is None and self.host not in LOOPBACK:
             raise ValueError(
-                f"host {self.host!r} is open to others: name the keys that may ask with --keys FILE"
+                f"host {self.host!r} is open to others: give the file of accepted keys with"
+                " --keys FILE"
             )
         if self.name_owners and self.keys is None:
-            raise ValueError("without keys there are no owners to name: give --keys FILE too")
+            raise ValueError("name_owners needs keys: give --keys FILE")
         for name in (
             "max_body", "max_connections", "idle_time", "header_time", "body_time", "keep_alive",
             "deadline", "per_key", "broker_grace", "stream_keep",

@@ -16,7 +16,7 @@ from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from support.model_inspection import model_folder, program
 from support.pool import PATIENCE, until
 
-ENDED = "the process that looked at its files ended while it did"
+ENDED = "the process that inspects models ended while it inspected this model's files"
 
 
 @dataclass
@@ -153,7 +153,7 @@ def test_a_model_that_ends_the_process_costs_no_other(
     scan(scanner, reports)
     described = dict(reports.described)
     assert list(described) == ["first", "bad", "last"]
-    assert "ended while it did" in described["bad"]["problems"][0]
+    assert "ended while it inspected" in described["bad"]["problems"][0]
     assert described["first"]["problems"] == described["last"]["problems"] == []
 
 

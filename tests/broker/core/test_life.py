@@ -225,7 +225,7 @@ def test_formats_count_in_the_bytes_of_a_queue() -> None:
         ({"tokens": True, "blobs": [b""]}, "empty"),
         ({"tokens": True, "blobs": [b"12345"]}, "no multiple of 4"),
         ({"tokens": [1, 2]}, "tokens must be true with a blob"),
-        ({"blobs": [b"1234"]}, "nothing in the body names"),
+        ({"blobs": [b"1234"]}, "the body does not mention"),
         ({"messages": []}, "messages must be a list"),
         ({"messages": ["a"]}, "messages[0]"),
         ({"messages": [{"role": "user"}]}, "content"),

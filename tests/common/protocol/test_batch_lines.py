@@ -80,7 +80,7 @@ def test_what_json_has_not_is_written_otherwise() -> None:
     [
         (b"{", "no JSON: "),
         (b"\xff", "no JSON: "),
-        (b'{"prompt": NaN}', "no JSON: NaN is no number of JSON"),
+        (b'{"prompt": NaN}', "no JSON: NaN is not a JSON number"),
         (b"[" * 100_000, "no JSON: "),
         (b"3", "must be a JSON object, got 3"),
         ({}, "give one of prompt, messages, tokens"),
@@ -89,7 +89,7 @@ def test_what_json_has_not_is_written_otherwise() -> None:
         ({"tokens": []}, "tokens must be a list of ids, got []"),
         ({"tokens": [1, -1]}, "tokens has -1, must be ids from 0 to 4294967295"),
         ({"prompt": "x", "images": "y"}, "images must be a list of files in base64"),
-        ({"prompt": "x", "images": ["*"]}, "images[0] is no base64"),
+        ({"prompt": "x", "images": ["*"]}, "images[0] is not base64"),
         ({"prompt": "x", "options": 3}, "options must be an object, got 3"),
         ({"prompt": "x", "options": {"top_k": -1}}, "top_k"),
         ({"prompt": "x", "temperature": 1}, "'temperature' is an option: send it in `options`"),

@@ -63,11 +63,11 @@ def test_names_are_of_ascii_digits_and_of_any_number_of_them() -> None:
         ([b"a"], {"prompt": "x", "images": "1"}, "bad_request", "must be the number of blobs"),
         ([b"a"], {"prompt": "x", "images": -1}, "bad_request", "got -1"),
         ([b"a"], {"prompt": "x", "images": ["aGk="]}, "bad_request", "got .'aGk='"),
-        ([b"1234", b"a"], {"tokens": True, "images": 1}, "bad_request", "images go with prompt"),
+        ([b"1234", b"a"], {"tokens": True, "images": 1}, "bad_request", "images require prompt"),
         ([b"a"], {"messages": chat(part(1)), "images": 1}, "bad_request", "invalid image index: 1"),
         ([], {"messages": chat(part(0))}, "bad_request", "invalid image index: 0; .* 0 images"),
         ([b"a"], {"messages": chat("x"), "images": 1}, "bad_request", "content.0. must be"),
-        ([b"a", b"b"], {"prompt": "[img-0]", "images": 1}, "bad_request", "nothing in the body"),
+        ([b"a", b"b"], {"prompt": "[img-0]", "images": 1}, "bad_request", "does not mention"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -65,9 +65,9 @@ def test_a_call_keeps_its_fields(body: dict[str, Any]) -> None:
         ({"dimension": 5}, "embed has no key 'dimension'; did you mean 'dimensions'"),
         ({"options": {}}, "embed has no key 'options'"),
         ({"query": "x"}, "embed has no key 'query'"),
-        ({"owner": "bob"}, "owner is of calls that are sent"),
-        ({"alone": True}, "alone is of calls"),
-        ({"first": 1}, "first is of calls"),
+        ({"owner": "bob"}, "owner is only for calls, not"),
+        ({"alone": True}, "alone is only for calls"),
+        ({"first": 1}, "first is only for calls"),
     ],
 )
 def test_a_bad_call_is_refused_by_name(change: dict[str, Any], said: str) -> None:

@@ -48,7 +48,7 @@ def test_the_number_of_an_event_names_its_generation() -> None:
     for after in (None, 2 * GENERATION, 3 * GENERATION - 1):
         kept.check_number(after)
     for after in (0, 5, 3 * GENERATION):
-        with pytest.raises(HttpError, match="begun anew") as caught:
+        with pytest.raises(HttpError, match="started again because") as caught:
             kept.check_number(after)
         assert caught.value.status == 409
 

@@ -87,7 +87,7 @@ def test_rows_fit_into_messages() -> None:
 
 
 def test_reports_that_are_too_long_are_refused() -> None:
-    with pytest.raises(BadRequest, match="12484 tokens, with 20 alternatives each 262164"):
+    with pytest.raises(BadRequest, match="12484 prompt tokens with 20 alternatives each has 26216"):
         report((1,) * 12484, prompt_logprobs=20)
     report((1,) * 12483, prompt_logprobs=20)
     with pytest.raises(BadRequest, match=r"resume.reported is 3, the prompt has 2 tokens"):

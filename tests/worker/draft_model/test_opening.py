@@ -87,9 +87,9 @@ def test_a_draft_model_tells_what_it_compiles_and_each_pass(draft: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (exchange, r'has "z" for the id 70, that of the model has "f"'),
-        (make_special, r"has the special token .* for the id 4000, that of the model has"),
-        (make_ordinary, r'"<\|endoftext\|>" for the id 0, that of the model has the special token'),
+        (exchange, r'has "z" for the id 70, the model.s tokenizer has "f"'),
+        (make_special, r"has the special token .* for the id 4000, the model.s tokenizer has"),
+        (make_ordinary, r'"<\|endoftext\|>" for the id 0, the model.s tokenizer has the special'),
     ],
 )
 def test_another_tokenizer_is_refused_by_the_first_id_that_differs(

@@ -53,7 +53,7 @@ def test_another_pooling_is_another_digest(tmp_path: Path) -> None:
             {"pooling_mode": "mean", "include_prompt": False},
             "include_prompt false, which is not supported",
         ),
-        ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "not of its prompts"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "one of its prompts"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

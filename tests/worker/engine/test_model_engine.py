@@ -805,7 +805,7 @@ def test_a_row_refuses_more_than_its_capacity() -> None:
     row.write(0, keys(10), keys(10))
     row.advance(10)
     assert (row.nbytes, row.offset) == (10 * 2 * 4 * 2, 10)
-    with pytest.raises(ValueError, match="10 tokens was asked to hold 11"):
+    with pytest.raises(ValueError, match="11 tokens do not fit into a row of 10"):
         row.write(0, keys(1), keys(1))
     row.trim(4)
     row.trim(7)

@@ -157,7 +157,7 @@ def test_a_lost_rank_ends_the_pass_before_its_numbers_are_used(
     assert sent == [Ended()] and orders.passes == 0
     peers.lost = 1
     orders.passes = 1
-    with pytest.raises(RankLost, match="rank 1 did not come to a sum of rank 0 within 30 s"):
+    with pytest.raises(RankLost, match="rank 1 did not join a sum of rank 0 within 30 s"):
         passes.collect()
     assert orders.passes == 1, "the group cannot go on: see device_works"
 

@@ -168,7 +168,7 @@ def _without_compiler(sums: PeerSums) -> bool:
 @pytest.mark.parametrize(
     ("trial", "why"),
     [
-        (lambda sums: False, "other numbers"),
+        (lambda sums: False, "wrong numbers"),
         (_without_compiler, "do not work here: no compiler"),
     ],
 )
@@ -202,7 +202,7 @@ def test_a_rank_that_does_not_come_to_the_trial_is_named(
     memory = FakePeerMemory()
     elsewhere = memory.allocate(SHAPE.size)
     others = Others(memory.export(elsewhere))
-    with simt.simulated(), pytest.raises(PeerMemoryError, match="rank 1 did not come"):
+    with simt.simulated(), pytest.raises(PeerMemoryError, match="rank 1 did not join"):
         connect(others, lambda: memory, shape_of)
 
 

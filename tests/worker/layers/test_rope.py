@@ -60,7 +60,7 @@ def test_an_unscaled_context_has_the_default_rope() -> None:
 @pytest.mark.parametrize(
     ("config", "dims", "words"),
     [
-        ({}, 7, "7 are rotated"),
+        ({}, 7, "rotates 7 numbers"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 8, "rope type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, 8, "no 'factor'"),
         ({"rope_theta": -1.0}, 8, "'rope_theta': -1.0"),
@@ -70,7 +70,7 @@ def test_an_unscaled_context_has_the_default_rope() -> None:
         (
             {"rope_theta": 1.0, "rope_scaling": {**SETTINGS, "rope_type": "yarn"}},
             8,
-            "with which rope type 'yarn' cannot be computed",
+            "that are not valid for rope type 'yarn'",
         ),
         (
             {"rope_scaling": {**SETTINGS, "rope_type": "longrope", "long_factor": ["1"] * 4}},

@@ -36,7 +36,7 @@ def test_a_marker_with_a_cut_is_text() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("a<img>b<img>c<img>", "has 2 images, but its text has 3 times '<img>', which stands for"),
+        ("a<img>b<img>c<img>", "has 2 images, but its text has 3 times '<img>', each stands for"),
         ("a<img>", "has 2 images, but its text has 1 times '<img>'.*template leaves some out"),
     ],
 )

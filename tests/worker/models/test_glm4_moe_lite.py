@@ -121,7 +121,7 @@ test_unusable_config_values_are_named = refusals(
     SIZES,
     [
         ({"kv_lora_rank": None}, "no 'kv_lora_rank'"),
-        ({"qk_rope_head_dim": 7}, "7 are rotated, must be even"),
+        ({"qk_rope_head_dim": 7}, "rotates 7 numbers of each head, must be even"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"topk_method": "greedy"}, "topk_method 'greedy', must be 'noaux_tc'"),
         ({"scoring_func": "softmax"}, "scoring_func 'softmax', must be 'sigmoid'"),

@@ -127,7 +127,7 @@ def of_mllama(**changes: Any) -> dict[str, Any]:
         (
             seeing.write_qwen,
             of_text(seeing.QWEN, rope_scaling={"mrope_section": [4, 2, 1]}),
-            "does not divide 8 pairs",
+            "must have the sum 8, and its last two",
         ),
         (seeing.write_mllama, {"image_token_index": 268}, "image_token_index 268, must be below 2"),
         (seeing.write_mllama, {"image_token_index": 265}, "no token with the id 265"),

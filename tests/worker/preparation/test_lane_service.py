@@ -246,7 +246,7 @@ def test_a_server_that_is_ended_while_it_starts_is_started_again(monkeypatch: Pa
     def start(first: bytes) -> BrittleServer:
         servers.append(BrittleServer(len(servers)))
         if len(servers) == 3:
-            raise ConnectionResetError("it ended")
+            raise ConnectionResetError("the fork server ended")
         return servers[-1]
 
     monkeypatch.setattr("mlxpool.worker.preparation.lanes._ServerProcess", start)

@@ -60,7 +60,7 @@ def test_without_gpus_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_systems_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
-    with pytest.raises(ModelLoadFailed, match="model 'big' has devices = 2, which is built for"):
+    with pytest.raises(ModelLoadFailed, match="model 'big' has devices = 2, which is supported"):
         ranks.start_ranks(config(), Block.private())
 
 

@@ -70,7 +70,7 @@ def test_a_file_that_ends_early_is_named(file: Path) -> None:
     last = max(names, key=lambda name: _end(places, name))
     place = places.find(last)
     assert place is not None
-    with pytest.raises(ModelLoadFailed, match=r"safetensors cannot be read: it ends at byte"):
+    with pytest.raises(ModelLoadFailed, match=r"safetensors cannot be read: the file ends at byte"):
         reads.read(last, place.shape, Cut(0, 0, place.shape[0]))
 
 

@@ -202,7 +202,7 @@ def test_a_small_file_with_a_wrong_digest(folder: Path, store: Store) -> None:
     store.write(NAME, layers)
     blob = store.blob(next(layer for layer in layers if layer["name"] == "config.json"))
     blob.write_bytes(blob.read_bytes().replace(b"llama", b"LLAMA"))
-    assert f"{blob} (config.json) does not have the digest that is its name" in refusal()
+    assert f"{blob} (config.json): its SHA-256 differs from the digest in its name" in refusal()
 
 
 def test_weights_with_a_wrong_digest(folder: Path, store: Store) -> None:
@@ -218,7 +218,7 @@ def test_weights_with_a_wrong_digest(folder: Path, store: Store) -> None:
     content[-1] ^= 1
     blob.write_bytes(content)
     model_folder = opened()
-    words = f"{blob} does not have the digest that is its name: get the model again with `ollama"
+    words = f"{blob}: its SHA-256 differs from the digest in its name: get the model again with"
     with pytest.raises(ModelLoadFailed) as caught:
         load(model_folder)
     assert words in caught.value.message

@@ -89,7 +89,7 @@ def test_an_end_that_only_another_file_names_counts_unless_it_is_a_word(tmp_path
     assert eos(tmp_path, config, **files) == {2, 7}
     text = notes(tmp_path, config, **files)
     assert "generation_config.json at 2; config.json at 3, 7. An answer ends at 2, 7" in text
-    assert "config.json: eos_token_id 3 ends no answer: it is a word" in text
+    assert "config.json: eos_token_id 3 does not end answers, because it is an ordinary" in text
 
 
 @pytest.mark.parametrize("where", ["tokenizer_config", "chat_template"])

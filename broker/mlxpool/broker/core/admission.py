@@ -311,8 +311,8 @@ def _check_ids(run: Run, ids: bytes) -> None:
     """Raises BadRequest unless the run began with `ids`."""
     if bytes(run.ids[: len(ids)]) != ids:
         raise BadRequest(
-            f"resume has {count_of(ids)} ids that are not those of the stream, which has"
-            f" {run.taken}; send the ids as they came"
+            f"the {count_of(ids)} ids of resume differ from the stream's first ids; the stream has"
+            f" {run.taken} ids; send the ids unchanged"
         )
 
 
@@ -395,7 +395,7 @@ def _check_waiting_tokens(state: State, owner: str, message: Generate) -> None:
     )
     if waiting + _places(message) * prompt_tokens(message) > most:
         raise OverQuota(
-            f"{owner} has about {waiting} tokens of prompt waiting, with this request more than"
+            f"{owner} has about {waiting} waiting prompt tokens; with this request they exceed"
             f" {most} (quota_tokens); wait until some are read",
             details={"owner": owner, "value": waiting, "bound": most},
             retry_after_ms=QUEUE_RETRY_MS,

@@ -233,7 +233,7 @@ class Readers:
             return
         if job.state in ENDED and reader.sent > job.pos:
             what = f"from is {reader.fetch.start}, the job has ended with {job.pos} ids"
-            self._fail(reader, BadRequest(f"{what}; fetch it from an id up to that"))
+            self._fail(reader, BadRequest(f"{what}; fetch from id {job.pos} or lower"))
             return
         for chunk in result.chunks:
             if chunk.end > reader.sent:
@@ -326,7 +326,7 @@ def _page_error(reader: Reader, result: Result) -> PoolError:
     if isinstance(result, JobRestarted) and _may_read(reader, result.job.scope):
         if (reader.fetch.gen or 0) > result.job.gen:
             what = f"gen is {reader.fetch.gen}, the newest generation of the job is"
-            return BadRequest(f"{what} {result.job.gen}; fetch that, or leave gen out")
+            return BadRequest(f"{what} {result.job.gen}; fetch that generation, or omit gen")
         return restarted(result.job)
     if isinstance(result, KeyGone) and _may_read(reader, result.scope):
         return Gone(f"the result of the job {reader.fetch.name} was deleted")

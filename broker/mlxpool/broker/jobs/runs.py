@@ -183,7 +183,9 @@ class Runs:
             if active.job.priority == IDLE or active.job.charge:
                 self._give_way(active, now)
         if unfit:
-            raise ValueError(f"output of jobs does not follow, so they run again: {unfit}")
+            raise ValueError(
+                f"output does not continue the ids of these jobs, so the jobs run again: {unfit}"
+            )
 
     def _give_way(self, active: ActiveJob, now: float) -> None:
         """Defers a job that should give its place (batch slot) to waiting requests.

@@ -200,11 +200,11 @@ class RemoteWorkers:
     def _check_limits(self, model: str) -> None:
         if len(self.slots.by_name) >= MAX_REMOTE_WORKERS:
             raise ModelUnavailable(
-                f"{MAX_REMOTE_WORKERS} workers have dialled in, as many as there may be"
+                f"{MAX_REMOTE_WORKERS} workers have dialled in, which is the maximum"
             )
         known = self._state.registry.names.known
         if model not in known and len(known) >= MAX_MODELS:
-            raise ModelUnavailable(f"there are {MAX_MODELS} models, as many as there may be")
+            raise ModelUnavailable(f"there are {MAX_MODELS} models, which is the maximum")
 
     # ---- ends ----------------------------------------------------------------------------------
 

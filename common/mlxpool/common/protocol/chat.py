@@ -72,11 +72,10 @@ def check_continued(messages: object) -> None:
     if last.get("role") != "assistant" or last.get("tool_calls"):
         what = "calls tools" if last.get("tool_calls") else f"has the role {last.get('role')!r}"
         raise BadRequest(
-            "continue_message: the last message has to be the text of an assistant that goes on; it"
-            f" {what}"
+            f"continue_message: the last message must be an assistant's text to continue; it {what}"
         )
     if not joined(last.get("content")) and not last.get("reasoning_content"):
-        raise BadRequest("continue_message: the last message has no text that can go on")
+        raise BadRequest("continue_message: the last message has no text to continue")
 
 
 def joined(content: object) -> str:
@@ -230,7 +229,7 @@ def parsed_arguments(text: str) -> dict[str, Any] | None:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _is_plain(value: Any, depth: int = MAX_ARGUMENT_DEPTH) -> bool:

@@ -150,7 +150,7 @@ def unpack_deltas(message: Message) -> list[Delta]:
         after = start + 4 * count
         ids = blob[start:after]
         if len(ids) != after - start:
-            raise BadRequest(f"deltas: a row of {count} ids finds only {len(ids) // 4} in the blob")
+            raise BadRequest(f"deltas: the blob has only {len(ids) // 4} ids for a row of {count}")
         if not (
             (logprobs is None or type(logprobs) is list)
             and (facts is None or type(facts) is dict)

@@ -135,7 +135,9 @@ def _pack(body: Mapping[str, Any]) -> bytes:
     try:
         return bytes(msgpack.packb(body, use_bin_type=True))
     except (OverflowError, TypeError, ValueError) as error:
-        raise BadRequest(f"cannot be sent: {_culprit(body, '', MAX_DEPTH) or error}") from None
+        raise BadRequest(
+            f"the message cannot be sent: {_culprit(body, '', MAX_DEPTH) or error}"
+        ) from None
 
 
 def _culprit(value: Any, path: str, depth: int) -> str:

@@ -126,15 +126,15 @@ def _check_prompt_options(options: Options, prompt: Prompt) -> None:
     """Raises BadRequest if an option is not possible with this prompt."""
     if options.continue_message:
         if not isinstance(prompt, ChatPrompt):
-            raise BadRequest("continue_message goes with messages: a prompt goes on as it is")
+            raise BadRequest("continue_message requires messages: a prompt is continued without it")
         check_continued(prompt.messages)
     if options.suffix:
         if isinstance(prompt, ChatPrompt) or prompt.images:
-            raise BadRequest("suffix goes with a prompt of text alone")
+            raise BadRequest("suffix requires a prompt that is text, without images")
         if isinstance(prompt, PackedPrompt) and prompt.key == "tokens":
-            raise BadRequest("suffix goes with a prompt of text, got tokens")
+            raise BadRequest("suffix requires a prompt that is text, got tokens")
         if options.reports_prompt or options.truncate:
-            raise BadRequest("suffix goes without echo, prompt_logprobs and truncate")
+            raise BadRequest("suffix cannot be combined with echo, prompt_logprobs or truncate")
 
 
 class GenerateDraft(Content, Struct, frozen=True):
@@ -329,7 +329,7 @@ REFUSED: Mapping[str, str] = {
     "system": _AS_PROMPT,
     "template": _AS_PROMPT,
     "context": "send the conversation as `messages`",
-    "tool_choice": "leave `tools` out where the model is to call none",
+    "tool_choice": "leave `tools` out if the model must not call a tool",
     "n": "send a request for each completion, with seed + i and `choice`",
     "best_of": "send a request for each completion, with seed + i and `choice`",
 }

@@ -139,7 +139,7 @@ def _packed(
         raise BadRequest(f"the blob of tokens has {len(blobs[0])} bytes, no multiple of {ID_WIDTH}")
     images = images_of.parse_images(body, blobs, 1)
     if images and key == "tokens":
-        raise BadRequest("images go with prompt or messages, got tokens")
+        raise BadRequest("images require prompt or messages, got tokens")
     return PackedPrompt(key, blobs[0], images)
 
 

@@ -140,7 +140,7 @@ class Resume(Struct, frozen=True):
         """Reads `resume` of a `generate`; `blobs` follow the prompt's blobs. Raises BadRequest."""
         if raw is None:
             if blobs:
-                raise BadRequest(f"{len(blobs)} blob(s) that nothing in the body names")
+                raise BadRequest(f"{len(blobs)} blob(s) that the body does not mention")
             return None
         if not isinstance(raw, dict):
             raise BadRequest("resume must be a map {count, facts, seed, resumes}")

@@ -174,7 +174,7 @@ class Credentials(Struct, frozen=True):
         if not server_key and not key:
             return None
         if not key:
-            raise BadKey("a server key needs a key of one's own beside it; give one with --key")
+            raise BadKey("a server key also needs this process's own key: give it with --key")
         if not server_key:
             raise BadKey(
                 f"the key {key} needs the broker's public key beside it; give it with --server-key"

@@ -30,8 +30,9 @@ CLOSE_TIME = 2.0  # seconds that an ending gateway has for unfinished work of di
 Answer = TypeVar("Answer")
 
 UNNAMED = (
-    "this gateway does not name a key's owner to the broker, so that every key could read what is"
-    " kept: start it with --name-owners, with a key that may_name_owners in the broker's settings"
+    "this gateway does not name a key's owner to the broker, so that every key could read all"
+    " stored jobs and files: start it with --name-owners, with a key that may_name_owners in the"
+    " broker's settings"
 )
 
 

@@ -152,7 +152,7 @@ def _generate(body: Mapping[str, Any]) -> dict[str, Any]:
     if of_calls is not None:
         other = f", or give {IN_OPTIONS[of_calls]!r}" if of_calls in IN_OPTIONS else ""
         raise bad_request(
-            f"{of_calls!r} is of calls: name one in 'kind', as embed{other}", of_calls
+            f"{of_calls!r} is only for calls: set 'kind', for example to 'embed'{other}", of_calls
         )
     prompts = [name for name in PROMPTS if body.get(name) is not None]
     if len(prompts) != 1:

@@ -53,7 +53,7 @@ LOAD, UNLOAD = "load", "unload"
 # Reasons why an option has no effect.
 BY_SETTINGS = "the pool's settings decide how models are loaded and computed"
 NO_GENERATION = "vectors are made without it: a longer text than the model reads is cut or refused"
-UNKNOWN = "it is not known, as to Ollama"
+UNKNOWN = "unknown option; Ollama also ignores it"
 NO_EFFECT = "an option of Ollama has no effect"
 
 # Arguments: a part of the answer, and the creation time that it shows.

@@ -185,9 +185,13 @@ def _request(
         )
         raise bad_request(message, "n")
     if options.get("seed", 0) > MAX_SEED - (candidates - 1):
-        raise bad_request(f"'seed' is {options['seed']}: choice {candidates} has none", "seed")
+        message = (
+            f"'seed' is {options['seed']}, too large for {candidates} choices, at most"
+            f" {MAX_SEED - (candidates - 1)}: each choice adds 1 to the seed"
+        )
+        raise bad_request(message, "seed")
     if stream and body.get("prompt_logprobs") is not None:
-        raise unsupported_parameter("prompt_logprobs", "it goes without 'stream'")
+        raise unsupported_parameter("prompt_logprobs", "it cannot be combined with 'stream'")
     logprobs = "logprobs" in options
     ranked: dict[str, Any] = {}
     if candidates > choices and not logprobs:
@@ -411,7 +415,7 @@ def _suffix(body: Mapping[str, Any]) -> dict[str, Any]:
     suffix = fields.options(body, {"suffix": "suffix"})
     prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
     if suffix.get("suffix") and not all(isinstance(prompt, str) for prompt in prompts):
-        raise bad_request("'suffix' goes with a 'prompt' of text", "suffix")
+        raise bad_request("'suffix' needs a 'prompt' that is text", "suffix")
     return suffix
 
 
@@ -432,8 +436,8 @@ def _prompt(raw: object) -> dict[str, Any]:
     if isinstance(raw, list) and _is_ids(raw):
         return {"tokens": raw}
     raise bad_request(
-        "'prompt' must be text, a list of token ids, or a list of these, no list of them empty;"
-        f" got {shown(raw)}",
+        "'prompt' must be text, a non-empty list of token ids, or a non-empty list of texts and"
+        f" such lists; got {shown(raw)}",
         "prompt",
     )
 

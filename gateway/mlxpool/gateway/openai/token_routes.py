@@ -76,7 +76,7 @@ def tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     tools = tools_of(body)
     prompt = body.get("prompt")
     if (prompt is None) is (body.get("messages") is None):
-        raise bad_request("one of 'prompt' and 'messages' has to be there", "prompt")
+        raise bad_request("exactly one of 'prompt' and 'messages' is required", "prompt")
     if prompt is not None:
         return TokenizeRequest(model, fields.text(body, "prompt", ""), None, special, strings)
     if body.get("add_special_tokens"):

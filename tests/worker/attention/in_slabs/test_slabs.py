@@ -120,7 +120,7 @@ def test_freed_blocks_are_used_first() -> None:
 
 
 def test_a_row_refuses_more_than_its_capacity() -> None:
-    with pytest.raises(ValueError, match="3000 tokens was asked to hold 3001"):
+    with pytest.raises(ValueError, match="3001 tokens do not fit into a row of 3000"):
         SlabRow(Slabs(SHAPE)).reserve(3001)
 
 

@@ -286,7 +286,7 @@ def test_in_ollamas_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     load(model_folder)
     blob = next(iter(model_folder.files.digests))
     blob.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(ModelLoadFailed, match="does not have the digest"):
+    with pytest.raises(ModelLoadFailed, match="its SHA-256 differs from the digest"):
         load(opened("ollama:small:1b"))
     blob.write_bytes(data[:-1])
     message = f"{blob} (the model) has {len(data) - 1} bytes, the manifest says {len(data)}"

@@ -64,8 +64,8 @@ class FullLayer:
     def _reserve(self, end: int) -> None:
         if end > self._shape.capacity:
             raise ValueError(
-                f"a row of {self._shape.capacity} tokens was asked to hold {end}; "
-                "the caller has to end a sequence at the context"
+                f"{end} tokens do not fit into a row of {self._shape.capacity}; "
+                "the caller must end a sequence at the context"
             )
         capacity = self._rounded(end)
         if not self.arrays:

@@ -49,9 +49,9 @@ class PromptReport(Struct, eq=False):
         size = len(prompt) * (1 + max(0, alternatives))
         if size > MAX_REPORTED:
             raise BadRequest(
-                f"the prompt has {len(prompt)} tokens, with {max(0, alternatives)} alternatives"
-                f" each {size} to report, at most {MAX_REPORTED}: ask for fewer (prompt_logprobs,"
-                " top_logprobs), or shorten the prompt"
+                f"the report of {len(prompt)} prompt tokens with {max(0, alternatives)}"
+                f" alternatives each has {size} entries, at most {MAX_REPORTED}: ask for fewer"
+                " (prompt_logprobs, top_logprobs), or shorten the prompt"
             )
         if reported > len(prompt):
             raise BadRequest(f"resume.reported is {reported}, the prompt has {len(prompt)} tokens")

@@ -101,7 +101,7 @@ def _require_one_meaning(schema: Mapping[str, Any]) -> None:
             inside = part is schema and isinstance(reference, str) and reference.startswith("#")
             if isinstance(reference, str) and isinstance(part.get("$id"), str) and not inside:
                 raise BadRequest(
-                    "format: the schema cannot be followed: it has '$ref' beside '$id', which"
+                    "format: the schema is ambiguous: it has '$ref' beside '$id', which"
                     " drafts of JSON Schema read in different ways"
                 )
             unread += [value for key, value in part.items() if key not in _DATA]

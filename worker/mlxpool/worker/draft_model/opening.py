@@ -29,10 +29,10 @@ def inspect_draft(path: str, target: ModelFolder) -> ModelFolder:
             raise ModelLoadFailed("the counting model drafts nothing")
         files = find_files(path)
         if is_encoder(files, ""):
-            raise ModelLoadFailed("it is a model of texts, which generates no tokens")
+            raise ModelLoadFailed("it is an encoder model, which generates no tokens")
         folder = inspect(files)
         if folder.uses_mlx_lm:
-            raise ModelLoadFailed("mlx-lm's code computes it, which drafts nothing")
+            raise ModelLoadFailed("mlx-lm's code computes it, which cannot be used for drafts")
         if folder.vision is not None:
             raise ModelLoadFailed("it reads images; a draft model reads text only")
         require_same_tokens(target, folder)
@@ -55,7 +55,7 @@ def require_same_tokens(target: ModelFolder, draft: ModelFolder) -> None:
         own, drafted = ours.get(token), theirs.get(token)
         if own != drafted:
             raise ModelLoadFailed(
-                f"its tokenizer has {_shown(drafted)} for the id {token}, that of the model has"
+                f"its tokenizer has {_shown(drafted)} for the id {token}, the model's tokenizer has"
                 f" {_shown(own)}; a draft model must have the tokenizer of its model"
             )
 

@@ -131,7 +131,9 @@ def vector_settings(files: ModelFiles) -> VectorSettings:
             elif kind == "Normalize":
                 steps["normalises"] = True
         if "poolings" not in steps:
-            raise ModelLoadFailed(f"{files / MODULES} lists no Pooling: it embeds no texts")
+            raise ModelLoadFailed(
+                f"{files / MODULES} lists no Pooling, so the model cannot embed texts"
+            )
     settings = optional_json(files / SETTINGS)
     prompts = optional_json(files / PROMPTS)
     return VectorSettings(
@@ -223,5 +225,7 @@ def _prompts(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(prompts, Mapping) or not all(isinstance(x, str) for x in prompts.values()):
         raise ModelLoadFailed(f"{PROMPTS} has prompts {prompts!r:.60}, must map names to texts")
     if default and default not in prompts:
-        raise ModelLoadFailed(f"{PROMPTS} has default_prompt_name {default!r}, not of its prompts")
+        raise ModelLoadFailed(
+            f"{PROMPTS} has default_prompt_name {default!r}, which is not one of its prompts"
+        )
     return {"prompts": dict(prompts), "default_prompt": default}

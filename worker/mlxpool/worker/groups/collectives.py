@@ -80,8 +80,8 @@ class Collectives:
                 places = meeting.nccl_places if backend == "nccl" else meeting.ring_places
                 raise RuntimeError(
                     f"rank {meeting.rank} of {meeting.ranks} cannot join its group: {error};"
-                    f" {places}. If another program has such a port, start the worker again, with"
-                    " other ports"
+                    f" {places}. If another program uses one of these ports, start the worker"
+                    " again, with other ports"
                 ) from error
         if backend == "nccl":
             collectives.connect_gpus(meeting.wait_limit, sums)
@@ -139,8 +139,8 @@ class Collectives:
         lost = None if self._peers is None else self._peers.lost
         if lost is not None:
             raise RankLost(
-                f"rank {lost} did not come to a sum of rank {self.rank} within"
-                f" {self._wait_limit:.0f} s: its process or its GPU stands still, or the ranks"
+                f"rank {lost} did not join a sum of rank {self.rank} within"
+                f" {self._wait_limit:.0f} s: its process or its GPU hangs, or the ranks"
                 " have computed different passes"
             )
 

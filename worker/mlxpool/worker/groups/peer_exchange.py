@@ -120,9 +120,9 @@ def _tried(
     except (RuntimeError, ValueError) as error:
         return None, f"the kernels do not work here: {error}"
     if sums.lost is not None:
-        late = f"rank {sums.lost} did not come to the first sums within {TRIAL_BOUND:.0f} s"
+        late = f"rank {sums.lost} did not join the first sums within {TRIAL_BOUND:.0f} s"
         return None, late
-    return (sums, "") if right else (None, "the kernels give other numbers here")
+    return (sums, "") if right else (None, "the kernels give wrong numbers here")
 
 
 def _trial(sums: PeerSums) -> bool:

@@ -335,7 +335,9 @@ def compile_to_disk(job: KernelJob) -> None:
             module = compiler.machine_code(NAMESPACE + kernel_name(job.text), code)
             # The kernel is compiled from the current files, but `path` is named after old files.
             if _texts() not in build_key():
-                raise RuntimeError("another edition of mlxpool was installed while this one runs")
+                raise RuntimeError(
+                    "another version of mlxpool was installed while this process runs"
+                )
             write_entry(path, *module)
     except Exception as error:  # MLX compiles the kernel itself
         log.info("MLX compiles our kernel %s by itself: %s", job.text.name, error)

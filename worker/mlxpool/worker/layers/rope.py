@@ -28,7 +28,7 @@ def parse_rope(
     Raises ModelLoadFailed with the rope type or key that cannot be used.
     """
     if dims % 2:
-        raise ModelLoadFailed(f"config.json has heads of which {dims} are rotated, must be even")
+        raise ModelLoadFailed(f"config.json rotates {dims} numbers of each head, must be even")
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise ModelLoadFailed(f"config.json has rope_scaling {scaling!r}, must be a map")
@@ -43,7 +43,7 @@ def parse_rope(
         return SCALINGS[kind](plain, settings)
     except (ArithmeticError, ValueError) as error:  # absurd numbers, which no real file has
         raise ModelLoadFailed(
-            f"config.json has numbers with which rope type {kind!r} cannot be computed: {error}"
+            f"config.json has values that are not valid for rope type {kind!r}: {error}"
         ) from error
 
 

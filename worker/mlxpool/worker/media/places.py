@@ -35,7 +35,7 @@ def expanded_chat(
         why = "leave it out of texts" if markers > count else "the chat template leaves some out"
         raise BadRequest(
             f"the chat has {count} images, but its text has {markers} times {places.marker!r},"
-            f" which stands for one: {why}"
+            f" each stands for one image: {why}"
         )
     front = parts_of(text[:end], [cut for cut in cuts if cut < end])
     end += (len(places.expansion) - len(places.marker)) * _markers(front, places)

@@ -89,7 +89,8 @@ def _rope(text: Mapping[str, Any], rope: Rope) -> Rope:
         raise ModelLoadFailed(f"config.json has mrope_section {sections!r:.60}, must be 3 numbers")
     if sum(sections) != pairs or 3 * max(sections[1:]) > pairs + 2:
         raise ModelLoadFailed(
-            f"config.json has mrope_section {sections}, which does not divide {pairs} pairs"
+            f"config.json has mrope_section {sections}, must have the sum {pairs}, and its last two"
+            f" numbers at most {(pairs + 2) // 3}"
         )
     axes = [0] * pairs
     for axis in (1, 2):

@@ -137,7 +137,7 @@ class _ServerProcess:
     def _reply(self) -> int:
         data = self._socket.recv(REPLY.size, socket.MSG_WAITALL)
         if len(data) < REPLY.size:
-            raise ConnectionResetError("it ended")
+            raise ConnectionResetError("the fork server ended")
         number: int = REPLY.unpack(data)[0]
         return number
 

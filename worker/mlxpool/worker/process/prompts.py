@@ -256,8 +256,8 @@ def _report(
     report = PromptReport.of(work.options, prompt, opened.text.piece, reported, unseen)
     if report is not None and ids and reported < len(prompt):
         raise BadRequest(
-            f"resume has {len(ids)} ids and {reported} of {len(prompt)} reported tokens of the"
-            " prompt, which come before all ids"
+            f"resume has {len(ids)} ids, but only {reported} of {len(prompt)} prompt tokens were"
+            " reported; all must be reported before the first id"
         )
     return report
 

@@ -165,7 +165,7 @@ def environments(config: WorkerConfig) -> list[dict[str, str]]:
     ranks = config.model.devices
     if sys.platform != "linux":
         raise ModelLoadFailed(
-            f"model {config.name!r} has devices = {ranks}, which is built for Linux alone: other"
+            f"model {config.name!r} has devices = {ranks}, which is supported only on Linux: other"
             " systems have one device; leave devices out"
         )
     gpus = visible_gpus(os.environ)

@@ -164,5 +164,5 @@ def read_into(descriptor: int, start: int, into: memoryview) -> None:
     while into:
         count = os.preadv(descriptor, [into], start)
         if not count:
-            raise EOFError(f"it ends at byte {start}")
+            raise EOFError(f"the file ends at byte {start}")
         start, into = start + count, into[count:]

@@ -140,7 +140,7 @@ class ModelFiles(Struct, frozen=True):
         digest = self.digests.get(shard)
         if digest is not None and sha256(shard) != digest:
             raise ModelLoadFailed(
-                f"{shard} does not have the digest that is its name: {self.remedy}"
+                f"{shard}: its SHA-256 differs from the digest in its name: {self.remedy}"
             )
 
 

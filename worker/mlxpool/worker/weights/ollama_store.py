@@ -163,7 +163,7 @@ def _layer(store: Path, manifest: Path, entry: Any) -> ManifestLayer:
     if match is None or type(size) is not int:
         raise ModelLoadFailed(
             f"{manifest} has the layer {entry!r}: its digest must be sha256: and 64 hex digits, "
-            "its size a whole number, for blobs lie in the store and nowhere else"
+            "its size a whole number, because a blob's path is made from its digest"
         )
     blob = store / "blobs" / f"sha256-{match[1]}"
     return ManifestLayer(
@@ -191,7 +191,8 @@ def _require_intact(name: str, layer: ManifestLayer) -> None:
         )
     if layer.kind == JSON and sha256(layer.blob) != layer.digest:
         raise ModelLoadFailed(
-            f"{layer.blob} ({layer.name}) does not have the digest that is its name: {_again(name)}"
+            f"{layer.blob} ({layer.name}): its SHA-256 differs from the digest in its name: "
+            f"{_again(name)}"
         )
 
 

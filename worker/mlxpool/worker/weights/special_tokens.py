@@ -188,7 +188,10 @@ def _ends(
         )
     for name, ids in files.items():
         if words := ids - taken:
-            notes.append(f"{name}: eos_token_id {_listed(words)} ends no answer: it is a word")
+            notes.append(
+                f"{name}: eos_token_id {_listed(words)} does not end answers, because it is an"
+                " ordinary token"
+            )
     if not taken:
         notes.append("no file names a token that ends a text: answers end at max_tokens")
     if lost := ends - special:  # an end token is seldom a plain word

@@ -29,7 +29,7 @@ MAX_LABEL = 256  # the most characters of an `id`
 OF_BATCHES = ("keep_ms", "not_before", "deadline_ms", "priority", "key", "tenant")
 NOT_OF_LINES = {  # refused key -> error that names the right request for it
     "notify": "notify is of the batch: give it there to get a notice of the batch's end",
-    "note": "note is of a job that is submitted alone, not of a line",
+    "note": "note is only for a job that is submitted alone, not for a line",
 }
 # Keys that can have a default in a batch; for calls only `model` can.
 DEFAULTS = ("model", "options", "tools", "think", "session")
@@ -118,7 +118,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _label(value: object) -> str:

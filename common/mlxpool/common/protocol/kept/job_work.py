@@ -52,7 +52,7 @@ def parse_work(body: Mapping[str, Any], blobs: Sequence[bytes], owner: str = "")
     request = {key: value for key, value in request.items() if value is not None}
     for key in OF_POOL:
         if key in request:
-            raise BadRequest(f"{key} is of calls that are sent, not of jobs")
+            raise BadRequest(f"{key} is only for calls, not for jobs")
     fields = {key: value for key, value in request.items() if key not in _NOT_FIELDS}
     task = next((name for name in TASKS if name == kind), None)
     if task is not None:

@@ -117,5 +117,5 @@ def _files(files: object) -> list[bytes]:
         try:
             decoded.append(base64.b64decode(file, validate=True))
         except (TypeError, ValueError, binascii.Error) as error:
-            raise BadRequest(f"{images.KEY}[{index}] is no base64: {error}") from None
+            raise BadRequest(f"{images.KEY}[{index}] is not base64: {error}") from None
     return decoded

@@ -55,8 +55,8 @@ class ResponseNote(Struct, frozen=True):
         packed = zlib.compress(text.encode("utf-8", "surrogatepass"))
         if len(packed) > MAX_NOTE:
             raise bad_request(
-                f"the settings of a response that is kept have {len(packed)} bytes, compressed, at"
-                f" most {MAX_NOTE} are taken: give fewer or shorter tools and instructions",
+                f"the settings of a response that is kept have {len(packed)} bytes, compressed;"
+                f" the limit is {MAX_NOTE} bytes: give fewer or shorter tools and instructions",
                 "tools",
             )
         return packed
@@ -128,8 +128,8 @@ class KeptResponse(Struct, frozen=True):
         raise HttpError(
             409,
             f"starting_after is {after}, and the events of this response are numbered from"
-            f" {self.first_number} on: it was begun anew, for its model has changed; read it"
-            " without starting_after",
+            f" {self.first_number} on: it was started again because its model has changed;"
+            " read it without starting_after",
             "job_restarted",
             "starting_after",
             retry=False,

@@ -125,7 +125,7 @@ class KeptResponseRoutes:
         stream = queries.flag(query, "stream", False)
         after = queries.integer(query, "starting_after", 0, MAX_NUMBER)
         if after is not None and not stream:
-            raise bad_request("'starting_after' goes with 'stream': true", "starting_after")
+            raise bad_request("'starting_after' needs 'stream': true", "starting_after")
         kept = await self._find(id)
         kept.check_number(after)
         if kept.waiting is not None and not stream:

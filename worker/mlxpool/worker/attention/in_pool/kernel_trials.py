@@ -26,7 +26,7 @@ def kernels_write(shape: RowShape) -> bool:
             # Slices blocks, because MLX would compile a kernel to gather them.
             written = shape.read(tuple(array[:1, :, 1:2] for array in arrays))
             if not all(bool(mx.allclose(array, mx.ones(1), 0.01).item()) for array in written):
-                raise RuntimeError("what was written is not there")
+                raise RuntimeError("the written numbers were not read back")
     except (RuntimeError, ValueError) as error:
         log.warning("our CUDA kernels do not work here, the KV cache is not paged: %s", error)
         return False

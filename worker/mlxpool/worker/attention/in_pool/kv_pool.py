@@ -48,7 +48,7 @@ class KVPool:
 
     def _zeros(self, cache: object) -> Arrays:
         if not isinstance(cache, KeyValueSpec | LatentSpec):
-            raise TypeError(f"a pool of blocks has no place for {cache}")
+            raise TypeError(f"a pool of blocks cannot store {cache}")
         return tuple(
             self.shape.zeros(array, self.blocks, array.heads, KV_BLOCK_TOKENS)
             for array in self.shape.arrays_of(cache)
@@ -163,8 +163,8 @@ class PagedRow(BlockRow):
         capacity = self.pool.shape.capacity
         if tokens > capacity:
             raise ValueError(
-                f"a row of {capacity} tokens was asked to hold {tokens}; "
-                "the caller has to end a sequence at the context"
+                f"{tokens} tokens do not fit into a row of {capacity}; "
+                "the caller must end a sequence at the context"
             )
         self._store.reserve(self, tokens)
 

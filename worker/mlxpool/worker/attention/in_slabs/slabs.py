@@ -115,8 +115,8 @@ class SlabRow(Struct, eq=False):
         """Allocates missing blocks for `tokens` tokens. Raises ValueError above the capacity."""
         if tokens > self.slabs.shape.capacity:
             raise ValueError(
-                f"a row of {self.slabs.shape.capacity} tokens was asked to hold {tokens}; "
-                "the caller has to end a sequence at the context"
+                f"{tokens} tokens do not fit into a row of {self.slabs.shape.capacity}; "
+                "the caller must end a sequence at the context"
             )
         while len(self.table) < blocks_for(tokens):
             self.table.append(self.slabs.allocate())
