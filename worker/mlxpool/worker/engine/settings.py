@@ -14,10 +14,10 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     `prefix_bytes`: the budget of the prefix cache; 0: a quarter of the bytes that the weights leave
     of the limit. `max_sequences`: the most rows of a pass. `limit`: an upper bound of the bytes of
     the process, see device.memory_limit. `blocks`: the blocks of rows and prefixes; None: as many
-    as the limit leaves. `step_target`: the target for the seconds of a pass while sequences decode;
-    0: the warm-up chooses it. `batch`: an upper bound of the tokens of a pass, see
-    device.prefill_chunk. `by_owner`: sequences find only the prefixes of sequences with the same
-    owner.
+    as the limit leaves. `step_target`: the seconds by which prompts may lengthen a pass in which
+    sequences decode; 0: the warm-up chooses it. `batch`: an upper bound of the tokens of a pass,
+    see device.prefill_chunk. `by_owner`: sequences find only the prefixes of sequences with the
+    same owner.
 
     mlx-lm's code ignores the settings that follow. `keeps_measurement`: a later load on a CPU may
     use the measurements of this load. `lookahead`: a pass may be submitted while another is in

@@ -62,9 +62,9 @@ class Load(Struct, frozen=True):
 
 
 class StepTarget(Struct, frozen=True):
-    """The target for the seconds of a pass while sequences decode.
+    """The seconds by which prompts may lengthen a pass in which sequences decode.
 
-    The target is the time of `steps` decode steps of one sequence, between `least` and `most`.
+    This target is the time of `steps` decode steps of one sequence, between `least` and `most`.
     """
 
     least: float
