@@ -54,7 +54,7 @@ def test_the_waiting_tokens_of_an_owner_are_bounded() -> None:
     story = Story(quota_tokens=300)
     story.generate(prompt="x" * 800)
     story.generate(prompt="x" * 800)
-    refused(story, "201 tokens", "300", "quota_tokens")
+    refused(story, "201 waiting prompt tokens", "300", "quota_tokens")
     story.generate(prompt="x" * 200)
     story.assert_sent(1, "accepted")
     story.ready_worker()  # the worker takes the waiting requests
