@@ -111,7 +111,7 @@ def test_ids_that_are_not_those_of_the_stream_are_refused(story: Story, ids: lis
     worker.tokens(X, 2)
     other = story.generate(link=2)
     story.generate(X, attempt=2, resume={"count": len(ids)}, blobs=[pack_ids(ids)])
-    frame = story.assert_refused("bad_request", f"the {len(ids)} ids of resume", "2 ids; send the ids")
+    frame = story.assert_refused("bad_request", f"the {len(ids)} ids of resume", "2 ids; send")
     assert frame.header.attempt == 2
     assert worker.cancelled == [(X, 1)]
     worker.end(other)
